@@ -1,0 +1,4 @@
+#define ATTNWORKS_ISA neon
+#include "simd/neon.h"
+
+#include "kernels.h"

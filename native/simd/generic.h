@@ -1,0 +1,147 @@
+// Vectors for any target, by the compiler's vector extensions. Also the description of what every simd/*.h provides:
+// all of them define the same names in namespace attnworks::ATTNWORKS_ISA.
+//
+// Vec holds W floats, or W 32-bit units that are only moved (pairs of bf16). Functions ending in _n touch the first n <= W elements of
+// memory only; the other lanes of a load are 0.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include "../attention.h"
+
+#define ATTNWORKS_INLINE static inline __attribute__((always_inline))
+#ifndef ATTNWORKS_GENERIC_WIDTH
+#define ATTNWORKS_GENERIC_WIDTH 4
+#endif
+
+namespace attnworks::ATTNWORKS_ISA {
+
+constexpr int W = ATTNWORKS_GENERIC_WIDTH;
+constexpr int MR = 4, NV = 2;  // the microkernel keeps MR rows x NV vectors of accumulators in registers
+constexpr bool HAS_BF16_DOT = false;
+
+typedef float Vec __attribute__((vector_size(4 * W)));
+typedef int32_t IntVec __attribute__((vector_size(4 * W)));
+
+ATTNWORKS_INLINE Vec load(const float* p) {
+  Vec x;
+  memcpy(&x, p, sizeof x);
+  return x;
+}
+ATTNWORKS_INLINE Vec load_n(const float* p, int n) {
+  Vec x = {};
+  memcpy(&x, p, 4 * n);
+  return x;
+}
+ATTNWORKS_INLINE void store(float* p, Vec x) { memcpy(p, &x, sizeof x); }
+ATTNWORKS_INLINE void store_n(float* p, Vec x, int n) { memcpy(p, &x, 4 * n); }
+
+ATTNWORKS_INLINE Vec zero() { return Vec{}; }
+ATTNWORKS_INLINE Vec set1(float x) { return Vec{} + x; }
+ATTNWORKS_INLINE Vec add(Vec a, Vec b) { return a + b; }
+ATTNWORKS_INLINE Vec sub(Vec a, Vec b) { return a - b; }
+ATTNWORKS_INLINE Vec mul(Vec a, Vec b) { return a * b; }
+ATTNWORKS_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // may round twice here
+ATTNWORKS_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }     // NaN if b is NaN; a NaN in a may be lost
+
+// x = whole + fraction with |fraction| <= 1/2; `whole` comes back in the form that scale_by_pow2 wants. -127 <= x <= 127 or NaN.
+ATTNWORKS_INLINE Vec split_whole(Vec x, Vec& fraction) {
+  const Vec magic = set1(12582912.f + 127.f);  // 1.5 * 2^23: adding it rounds to integer; + 127: the exponent's bias
+  Vec whole = x + magic;
+  fraction = x - (whole - magic);
+  return whole;
+}
+// x * 2^whole; exactly 0 for whole = -127. NaN stays NaN.
+ATTNWORKS_INLINE Vec scale_by_pow2(Vec x, Vec whole) { return x * (Vec)((IntVec)whole << 23); }
+
+ATTNWORKS_INLINE float reduce_add(Vec x) {
+  for (int half = W / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++) x[i] += x[i + half];
+  return x[0];
+}
+ATTNWORKS_INLINE float reduce_max(Vec x) {  // ignores or returns NaN
+  float most = x[0];
+  for (int i = 1; i < W; i++) most = most > x[i] ? most : x[i];
+  return most;
+}
+// Lane i of the result is the sum of x[i]'s lanes.
+ATTNWORKS_INLINE Vec reduce_add_all(const Vec (&x)[W]) {
+  Vec sums = {};
+  for (int i = 0; i < W; i++) sums[i] = reduce_add(x[i]);
+  return sums;
+}
+// W x W transpose of 32-bit units.
+ATTNWORKS_INLINE void transpose(Vec (&x)[W]) {
+  for (int i = 0; i < W; i++)
+    for (int j = 0; j < i; j++) {
+      float t = x[i][j];
+      x[i][j] = x[j][i];
+      x[j][i] = t;
+    }
+}
+
+ATTNWORKS_INLINE float bits_to_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+ATTNWORKS_INLINE uint32_t float_to_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+// Scalar conversions, round to nearest even, NaN stays NaN.
+ATTNWORKS_INLINE float to_float(float x) { return x; }
+ATTNWORKS_INLINE float to_float(bf16 x) { return bits_to_float((uint32_t)x.bits << 16); }
+ATTNWORKS_INLINE float to_float(fp16 x) {
+  const uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, rest = (uint32_t)(x.bits & 0x7fff) << 13;
+  if (rest >= 0x7c00u << 13) return bits_to_float(sign | 0x70000000 | rest);                 // Inf, NaN: exponent 31 -> 255
+  return bits_to_float(sign | float_to_bits(bits_to_float(rest) * 0x1p112f));  // rebias; right for subnormals, too
+}
+ATTNWORKS_INLINE void from_float(float x, float* out) { *out = x; }
+ATTNWORKS_INLINE void from_float(float x, bf16* out) {
+  const uint32_t bits = float_to_bits(x);
+  out->bits = x != x ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+ATTNWORKS_INLINE void from_float(float x, fp16* out) {
+  const uint32_t bits = float_to_bits(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000)
+    out->bits = sign | 0x7e00;
+  else if (magnitude >= 0x477ff000)  // 65520 and more round to infinity
+    out->bits = sign | 0x7c00;
+  else if (magnitude < 0x38800000)  // subnormal: the addition rounds at 2^-24
+    out->bits = sign | (float_to_bits(bits_to_float(magnitude) + 0.5f) - 0x3f000000);
+  else
+    out->bits = sign | ((magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13);
+}
+
+template <typename T>
+ATTNWORKS_INLINE Vec load_as_float_n(const T* p, int n) {
+  Vec x = {};
+  for (int i = 0; i < n; i++) x[i] = to_float(p[i]);
+  return x;
+}
+template <typename T>
+ATTNWORKS_INLINE Vec load_as_float(const T* p) {
+  return load_as_float_n(p, W);
+}
+template <typename T>
+ATTNWORKS_INLINE void store_from_float_n(T* p, Vec x, int n) {
+  for (int i = 0; i < n; i++) from_float(x[i], p + i);
+}
+template <typename T>
+ATTNWORKS_INLINE void store_from_float(T* p, Vec x) {
+  store_from_float_n(p, x, W);
+}
+
+ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into L2
+
+// Only where HAS_BF16_DOT (here declared, so that `if constexpr` branches parse; never defined):
+Vec dot_bf16(Vec acc, Vec pairs_a, Vec pairs_b);              // acc[i] + a[2i] b[2i] + a[2i+1] b[2i+1]
+Vec pack_bf16(Vec first, Vec second);                         // 2W floats in order -> 2W bf16, that is W pairs
+void interleave_bf16(Vec row0, Vec row1, Vec& lo, Vec& hi);   // rows of 2W bf16 -> pairs (row0[i], row1[i]), first W in lo
+Vec load_pairs(const bf16* p);                                // 2W bf16
+Vec load_pairs_n(const bf16* p, int n);                       // n <= 2W bf16, the rest 0
+
+}  // namespace attnworks::ATTNWORKS_ISA
