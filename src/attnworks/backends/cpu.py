@@ -1,0 +1,226 @@
+"""The CPU backend: Plans for the native C++ kernels, which ``attnworks._native`` holds.
+
+Schedules: "tiled" (Q outer, KV inner, one task for tile_q rows of a head) and "split_kv" (few queries over many keys:
+partial results every split_kv keys, merged by their LSE). Both are bitwise independent of the thread count.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnworks import masks
+from attnworks.backends import Launcher
+from attnworks.errors import Verdict
+from attnworks.hardware import Hardware
+from attnworks.plan import Plan
+from attnworks.problem import Operands, Problem
+
+NAME = "cpu"
+ABI = 1  # of the native extension this file calls
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+MAX_HEAD_DIM = 576
+MAX_HEAD_DIM_V = 512
+
+# Few query rows for each KV head: reading the cache bounds the time, so it is split over the threads instead of the rows.
+SPLIT_KV_MAX_ROWS = 16
+SPLIT_KV = 1024
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    """The native extension, or None and the reason why it cannot be used."""
+    try:
+        native = importlib.import_module("attnworks._native")
+    except ImportError as error:
+        return None, f"the native extension is not built ({error})"
+    if native.ABI != ABI:
+        return None, f"the native extension has ABI {native.ABI}, must have {ABI}: rebuild it"
+    return native, ""
+
+
+_native, _why_not = _load()
+
+
+def isas() -> tuple[str, ...]:
+    """Instruction sets the native kernels can use on this machine, best first; empty if the extension is missing."""
+    return tuple(_native.supported_isas()) if _native else ()
+
+
+def verdict(problem: Problem, hardware: Hardware) -> Verdict:
+    reasons = []
+    if not problem.device.startswith("cpu"):
+        reasons.append(f"tensors are on {problem.device}, it runs on the CPU")
+    if _native is None:
+        reasons.append(_why_not)
+    if problem.dtype not in DTYPES:
+        reasons.append(f"dtype {problem.dtype} (has float32, bfloat16, float16)")
+    if problem.kv_dtype is not None:
+        reasons.append(f"caches of {problem.kv_dtype}")
+    if problem.differentiable:
+        reasons.append("an input requires grad, and it has no backward yet")
+    if masks.closed_bounds(problem.mask) is None:
+        reasons.append(f"mask {masks.describe(problem.mask)} (has causal and window of one alignment)")
+    reasons += [f"score modifier {name}" for name in sorted({term.kind for term in problem.scores})]
+    if problem.head_dim > MAX_HEAD_DIM:
+        reasons.append(f"head_dim {problem.head_dim} (at most {MAX_HEAD_DIM})")
+    if problem.head_dim_v > MAX_HEAD_DIM_V:
+        reasons.append(f"head_dim_v {problem.head_dim_v} (at most {MAX_HEAD_DIM_V})")
+    return Verdict(NAME, tuple(reasons))
+
+
+def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
+    isa = isas()[0] if isas() else ""
+    if problem.form == "decode" or _few_rows(problem):
+        return [Plan(NAME, "split_kv", split_kv=SPLIT_KV, isa=isa)]
+    tile_kv = 512 if problem.head_dim + problem.head_dim_v <= 256 else 256
+    return [Plan(NAME, "tiled", tile_q=tile_q, tile_kv=tile_kv, isa=isa) for tile_q in (192, 96, 48)]
+
+
+def _few_rows(problem: Problem) -> bool:
+    return (
+        problem.form == "dense"
+        and problem.seq_q * problem.group <= SPLIT_KV_MAX_ROWS
+        and problem.seq_kv >= 2 * SPLIT_KV
+    )
+
+
+def check_plan(problem: Problem, plan: Plan) -> None:
+    if plan.schedule not in ("tiled", "split_kv"):
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'tiled' or 'split_kv' on backend 'cpu'")
+    if plan.isa and plan.isa not in isas():
+        raise ValueError(f"plan isa: was {plan.isa!r}, must be one of {isas()} on this machine")
+    if plan.schedule == "tiled":
+        if problem.form == "decode":
+            raise ValueError("plan schedule: was 'tiled', must be 'split_kv' for a cache")
+        if plan.tile_q < 1 or plan.tile_kv < 1:
+            raise ValueError(f"plan tile_q, tile_kv: were {plan.tile_q}, {plan.tile_kv}, must be >= 1")
+    else:
+        if problem.form == "varlen":
+            raise ValueError("plan schedule: was 'split_kv', must be 'tiled' for packed sequences")
+        if plan.split_kv < 1:
+            raise ValueError(f"plan split_kv: was {plan.split_kv}, must be >= 1")
+
+
+def resources(problem: Problem, plan: Plan) -> dict[str, int]:
+    return {"scratch": int(_kernel(problem, plan).scratch_bytes())}
+
+
+def prepare(problem: Problem, plan: Plan) -> Launcher:
+    kernel = _kernel(problem, plan)
+    if problem.form == "varlen":
+        return _varlen_launcher(problem, kernel)
+    if problem.form == "decode":
+        return _decode_launcher(problem, kernel)
+    return _split_launcher(problem, kernel) if plan.schedule == "split_kv" else _dense_launcher(problem, kernel)
+
+
+def _kernel(problem: Problem, plan: Plan) -> Any:
+    """The native kernel object with everything but the pointers filled in."""
+    assert _native is not None, "verdict() refuses before"
+    bounds = masks.closed_bounds(problem.mask)
+    assert bounds is not None, "verdict() refuses before"
+    p = problem
+    left = masks.UNLIMITED if bounds.left is None else min(bounds.left, masks.UNLIMITED)
+    right = masks.UNLIMITED if bounds.right is None else min(bounds.right, masks.UNLIMITED)
+    out_strides, lse_strides = _result_strides(p)
+    strides = (p.q_strides, p.k_strides, p.v_strides, out_strides, lse_strides)
+    isa, dtype = plan.isa or isas()[0], DTYPES[p.dtype]
+    mask = (left, right, bounds.align == "top-left")
+    if plan.schedule == "split_kv":
+        # fmt: off
+        return _native.Decode(isa, dtype, p.batch, p.seq_q, p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v, *strides,
+                              p.page_size, p.scale, *mask, plan.split_kv)
+        # fmt: on
+    # fmt: off
+    return _native.Forward(isa, dtype, p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_kv, p.head_dim, p.head_dim_v, *strides,
+                           p.scale, *mask, plan.tile_q, plan.tile_kv)
+    # fmt: on
+
+
+def _result_shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of out and lse, both allocated contiguous."""
+    if p.form == "varlen":
+        return (p.total_q, p.heads_q, p.head_dim_v), (p.heads_q, p.total_q)
+    middle = (p.heads_q, p.seq_q) if p.layout == "bhsd" else (p.seq_q, p.heads_q)
+    return (p.batch, *middle, p.head_dim_v), (p.batch, p.heads_q, p.seq_q)
+
+
+def _result_strides(p: Problem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """(batch, head, row) strides of out and lse."""
+    d = p.head_dim_v
+    if p.form == "varlen":
+        return (0, d, p.heads_q * d), (0, p.total_q, 1)
+    heads_rows = (p.seq_q * d, d) if p.layout == "bhsd" else (d, p.heads_q * d)
+    return (p.heads_q * p.seq_q * d, *heads_rows), (p.heads_q * p.seq_q, p.seq_q, 1)
+
+
+def _dense_launcher(problem: Problem, kernel: Any) -> Launcher:
+    out_shape, lse_shape = _result_shapes(problem)
+    dtype, return_lse, empty, threads = problem.dtype, problem.return_lse, torch.empty, torch.get_num_threads
+
+    def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
+        out = empty(out_shape, dtype=dtype)
+        lse = empty(lse_shape, dtype=torch.float32) if return_lse else None
+        lse_pointer = 0 if lse is None else lse.data_ptr()
+        kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, threads())
+        return out, lse
+
+    return launch
+
+
+def _split_launcher(problem: Problem, kernel: Any) -> Launcher:
+    """Dense with few query rows: every sequence is a cache filled to the end."""
+    run = _decode_launcher(problem, kernel)
+    lens = torch.full((problem.batch,), problem.seq_kv, dtype=torch.int64)
+
+    def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
+        o.kv_lens = lens
+        return run(o)
+
+    return launch
+
+
+def _decode_launcher(problem: Problem, kernel: Any) -> Launcher:
+    out_shape, lse_shape = _result_shapes(problem)
+
+    def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
+        assert o.kv_lens is not None
+        out = torch.empty(out_shape, dtype=problem.dtype)
+        lse = torch.empty(lse_shape, dtype=torch.float32) if problem.return_lse else None
+        lse_pointer = 0 if lse is None else lse.data_ptr()
+        table = (0, 0) if o.page_table is None else (o.page_table.data_ptr(), o.page_table.stride(0))
+        # fmt: off
+        kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, o.kv_lens.data_ptr(), *table,
+               torch.get_num_threads())
+        # fmt: on
+        return out, lse
+
+    return launch
+
+
+def _varlen_launcher(problem: Problem, kernel: Any) -> Launcher:
+    out_shape, lse_shape = _result_shapes(problem)
+
+    def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
+        assert o.cu_seqlens_q is not None and o.cu_seqlens_kv is not None
+        out = torch.empty(out_shape, dtype=problem.dtype)
+        lse = torch.empty(lse_shape, dtype=torch.float32) if problem.return_lse else None
+        used = int(o.cu_seqlens_q[-1])
+        if used < problem.total_q:
+            out[used:] = 0
+            if lse is not None:
+                lse[:, used:] = -math.inf
+        lse_pointer = 0 if lse is None else lse.data_ptr()
+        # fmt: off
+        kernel.run_varlen(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer,
+                          o.cu_seqlens_q.data_ptr(), o.cu_seqlens_kv.data_ptr(), torch.get_num_threads())
+        # fmt: on
+        return out, lse
+
+    return launch

@@ -1,0 +1,237 @@
+"""KV caches: checking lengths and page tables, appending new keys, rotary embedding. Shared by every backend.
+
+All of it happens before a kernel runs, so that a kernel sees only q, a cache, its lengths and a table it can trust.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnworks.problem import (
+    QUANTISED_DTYPES,
+    Sizes,
+    check_device,
+    check_head_dims,
+    check_heads,
+    check_shape,
+    check_tensors,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Rotary position embedding (arXiv:2104.09864, section 3.2) applied to q and to k_new before the append.
+
+    ``cos``, ``sin``: (positions, rotary_dim / 2), floating point; the first rotary_dim channels of each head turn.
+    ``interleaved``: pairs are channels (2i, 2i+1); otherwise (i, i + rotary_dim/2), as in GPT-NeoX and Llama. The last
+    query has the position of the last key, and query i sits seq_q - 1 - i before it.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+
+def check_offsets(name: str, offsets: object, total: int, q: Tensor, *, values: bool) -> Tensor:
+    """cu_seqlens as a checked int64 copy (sequences + 1): starts at 0, never falls, ends at most at ``total``."""
+    offsets = _integers(name, offsets, q)
+    if offsets.dim() != 1 or offsets.numel() < 1:
+        raise ValueError(f"{name}: was of shape {tuple(offsets.shape)}, must be (sequences + 1,)")
+    if values:
+        if int(offsets[0]) != 0:
+            raise ValueError(f"{name}: began with {int(offsets[0])}, must begin with 0")
+        if bool((offsets[1:] < offsets[:-1]).any()):
+            raise ValueError(f"{name}: was {_short(offsets)}, must never fall")
+        if int(offsets[-1]) > total:
+            raise ValueError(f"{name}: ended with {int(offsets[-1])}, must end at most with the {total} packed rows")
+    return offsets
+
+
+def longest(offsets: Tensor) -> int:
+    """The longest sequence that cu_seqlens describe."""
+    return int((offsets[1:] - offsets[:-1]).max()) if offsets.numel() > 1 else 0
+
+
+def check_max_seqlen(name: str, given: object, offsets: Tensor, *, values: bool) -> int:
+    """The maximum to build for: the given one (checked to be no smaller than the truth), else the true one."""
+    if given is None:
+        return longest(offsets)
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise TypeError(f"{name}: was {given!r}, must be None or an int")
+    if values and given < longest(offsets):
+        raise ValueError(f"{name}: was {given}, must be at least the longest sequence, {longest(offsets)}")
+    return given
+
+
+def check_kv_lens(kv_lens: object, batch: int, capacity: int, new: int, q: Tensor, *, values: bool) -> Tensor:
+    """kv_lens as a checked int64 copy (batch,): 0 <= kv_lens and kv_lens + new <= capacity."""
+    lens = _integers("kv_lens", kv_lens, q)
+    check_shape("kv_lens", lens, "batch", batch=batch)
+    if values and batch:
+        low, high = (int(bound) for bound in lens.aminmax())
+        if low < 0 or high + new > capacity:
+            raise ValueError(
+                f"kv_lens: ranged from {low} to {high}, must lie in 0..{capacity - new} (capacity {capacity}, {new} new)"
+            )
+    return lens
+
+
+def check_page_table(table: object, totals: Tensor, pages: int, page_size: int, q: Tensor, *, values: bool) -> Tensor:
+    """page_table as a checked int64 copy (batch, pages_per_sequence): every used entry names a page that exists.
+
+    Entries past ceil(length / page_size) are unused and may hold anything.
+    """
+    table = _integers("page_table", table, q)
+    check_shape("page_table", table, "batch pages_per_sequence", batch=totals.numel())
+    if values:
+        used = torch.arange(table.shape[1], device=table.device)[None] * page_size < totals[:, None]
+        wrong = used & ((table < 0) | (table >= pages))
+        if bool(wrong.any()):
+            sequence, entry = (int(index) for index in wrong.nonzero()[0])
+            raise ValueError(
+                f"page_table: entry [{sequence}, {entry}] was {int(table[sequence, entry])}, must lie in 0..{pages - 1}"
+            )
+    return table
+
+
+def check_rotary(rotary: object, q: Tensor, totals: Tensor, *, values: bool) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless ``rotary`` fits q (batch, seq_q, heads_q, head_dim) and the lengths."""
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary: was {rotary!r}, must be None or Rotary(cos, sin)")
+    for name, table in (("rotary cos", rotary.cos), ("rotary sin", rotary.sin)):
+        if not isinstance(table, Tensor) or not table.is_floating_point():
+            raise TypeError(f"{name}: was {type(table).__name__}, must be a floating-point tensor")
+        check_device(name, table, q)
+        check_shape(name, table, "positions half_rotary_dim")
+    if rotary.cos.shape != rotary.sin.shape:
+        raise ValueError(
+            f"rotary sin: was of shape {tuple(rotary.sin.shape)}, must be {tuple(rotary.cos.shape)} like cos"
+        )
+    if 2 * rotary.cos.shape[1] > q.shape[-1]:
+        raise ValueError(
+            f"rotary cos: had {rotary.cos.shape[1]} columns, must have at most head_dim/2 = {q.shape[-1] // 2}"
+        )
+    if values and totals.numel() and int(totals.max()) > rotary.cos.shape[0]:
+        raise ValueError(f"rotary cos: had {rotary.cos.shape[0]} positions, must have at least {int(totals.max())}")
+
+
+def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+    """x (batch, rows, heads, dim) turned by the angles of positions (batch, rows); computed in fp32, x's dtype out."""
+    half = rotary.cos.shape[1]
+    rows = positions.clamp_min(0)
+    cos = rotary.cos.float()[rows].unsqueeze(2)
+    sin = rotary.sin.float()[rows].unsqueeze(2)
+    turning = x[..., : 2 * half].float()
+    if rotary.interleaved:
+        first, second = turning[..., 0::2], turning[..., 1::2]
+    else:
+        first, second = turning[..., :half], turning[..., half:]
+    a, b = first * cos - second * sin, second * cos + first * sin
+    turned = torch.stack((a, b), -1).flatten(-2) if rotary.interleaved else torch.cat((a, b), -1)
+    return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), -1)
+
+
+def append(cache: Tensor, new: Tensor, positions: Tensor, page_table: Tensor | None) -> None:
+    """Write new (batch, rows, heads, dim) into the cache at positions (batch, rows), in place."""
+    if page_table is None:
+        owner = torch.arange(new.shape[0], device=cache.device)[:, None].expand_as(positions)
+        cache[owner, positions] = new
+    else:
+        page_size = cache.shape[1]
+        cache[page_table.gather(1, positions // page_size), positions % page_size] = new
+
+
+# ---- the shapes and dtypes of a decode call ----
+
+
+def decode_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: object) -> tuple[Sizes, int]:
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            raise TypeError(f"{name}: was {type(tensor).__name__}, must be a (strided) torch.Tensor")
+    check_shape("q", q, "batch seq_q heads_q head_dim")
+    batch, seq_q, heads_q, head_dim = q.shape
+    if page_table is None:
+        check_shape("k_cache", k_cache, "batch capacity heads_kv head_dim", batch=batch, head_dim=head_dim)
+        must = {"batch": batch, "capacity": k_cache.shape[1], "heads_kv": k_cache.shape[2]}
+        check_shape("v_cache", v_cache, "batch capacity heads_kv head_dim_v", **must)
+        capacity, page_size = k_cache.shape[1], 0
+    else:
+        if not isinstance(page_table, Tensor) or page_table.dim() != 2:
+            was = tuple(page_table.shape) if isinstance(page_table, Tensor) else type(page_table).__name__
+            raise ValueError(f"page_table: was {was}, must be a tensor (batch, pages_per_sequence)")
+        check_shape("k_cache", k_cache, "pages page_size heads_kv head_dim", head_dim=head_dim)
+        must = {"pages": k_cache.shape[0], "page_size": k_cache.shape[1], "heads_kv": k_cache.shape[2]}
+        check_shape("v_cache", v_cache, "pages page_size heads_kv head_dim_v", **must)
+        page_size = k_cache.shape[1]
+        if page_size == 0:
+            raise ValueError("k_cache: had page_size 0, must have page_size >= 1")
+        capacity = page_table.shape[1] * page_size
+    check_heads(heads_q, k_cache.shape[2])
+    check_head_dims(head_dim, v_cache.shape[3])
+    return Sizes(batch, heads_q, k_cache.shape[2], seq_q, capacity, head_dim, v_cache.shape[3]), page_size
+
+
+def check_cache_dtypes(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: object, v_scale: object
+) -> torch.dtype | None:
+    """The caches' dtype where it is not q's. Quantised caches need both scales, others take none."""
+    check_tensors(q=q)
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.dtype != q.dtype and tensor.dtype not in QUANTISED_DTYPES:
+            raise TypeError(f"{name}: was {tensor.dtype}, must be {q.dtype} like q, float8_e4m3fn, float8_e5m2 or int8")
+        check_device(name, tensor, q)
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"v_cache: was {v_cache.dtype}, must be {k_cache.dtype} like k_cache")
+    quantised = k_cache.dtype != q.dtype
+    for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if not quantised:
+            if value is not None:
+                raise ValueError(f"{name}: was given, must be None for caches of q's dtype")
+            continue
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            was = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"{name}: was {was}, must be a float32 tensor for {k_cache.dtype} caches")
+        check_device(name, value, q)
+        if value.numel() != 1 and tuple(value.shape) != (k_cache.shape[2],):
+            raise ValueError(f"{name}: was of shape {tuple(value.shape)}, must have 1 element or be (heads_kv,)")
+    return k_cache.dtype if quantised else None
+
+
+def check_new_keys(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k_new: Tensor | None, v_new: Tensor | None, sizes: Sizes
+) -> int:
+    """How many keys are appended. New keys come in the caches' dtype and are not differentiated through."""
+    if k_new is None and v_new is None:
+        return 0
+    for name, tensor, owner, dim in (
+        ("k_new", k_new, k_cache, sizes.head_dim),
+        ("v_new", v_new, v_cache, sizes.head_dim_v),
+    ):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: was {type(tensor).__name__}, must be a torch.Tensor where the other is given")
+        if tensor.dtype != owner.dtype:
+            raise TypeError(f"{name}: was {tensor.dtype}, must be {owner.dtype} like the cache")
+        check_device(name, tensor, q)
+        check_shape(name, tensor, "batch seq_new heads_kv dim", batch=sizes.batch, heads_kv=sizes.heads_kv, dim=dim)
+        if torch.is_grad_enabled() and (tensor.requires_grad or owner.requires_grad):
+            raise ValueError(f"{name}: required grad (or its cache did), must not: the append is not differentiable")
+    assert k_new is not None and v_new is not None
+    if v_new.shape[1] != k_new.shape[1]:
+        raise ValueError(f"v_new: had seq_new {v_new.shape[1]}, must have {k_new.shape[1]} like k_new")
+    return k_new.shape[1]
+
+
+def _integers(name: str, tensor: object, q: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
+        was = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name}: was {was}, must be a torch.int32 or torch.int64 tensor")
+    check_device(name, tensor, q)
+    return tensor.detach().to(torch.int64, copy=True).contiguous()
+
+
+def _short(values: Tensor) -> str:
+    listed = values[:9].tolist()
+    return str(listed) if values.numel() <= 9 else str(listed)[:-1] + ", ...]"

@@ -1,0 +1,110 @@
+"""Dispatch: which backend and plan answer a Problem, and why. Pure: it looks at the Problem, never at memory."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from attnworks.backends import Backend, cpu, reference
+from attnworks.errors import UnsupportedError, Verdict
+from attnworks.hardware import Hardware, detect
+from attnworks.plan import Plan, best_plan
+from attnworks.problem import Problem
+
+BACKENDS: tuple[Backend, ...] = (cpu, reference)
+"""In the order in which ``backend="auto"`` tries them; the last can do all of the contract."""
+
+NAMES = tuple(backend.NAME for backend in BACKENDS)
+
+# Below this, the scores that the reference writes out are not worth a warning.
+QUIET_SCORE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What ``explain`` found: the backend and plan a call gets, and every backend's verdict."""
+
+    problem: Problem
+    backend: str
+    plan: Plan
+    verdicts: tuple[Verdict, ...]
+    resources: dict[str, int]
+
+    def __str__(self) -> str:
+        fields = {name: value for name, value in self.plan.to_json().items() if value and name != "backend"}
+        lines = [f"backend: {self.backend}", "plan: " + ", ".join(f"{name}={value}" for name, value in fields.items())]
+        lines += [f"on chip: {size} bytes of {name}" for name, size in self.resources.items()]
+        return "\n".join(lines + [str(verdict) for verdict in self.verdicts])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "problem": self.problem.to_json(),
+            "backend": self.backend,
+            "plan": self.plan.to_json(),
+            "resources": self.resources,
+            "verdicts": [{"backend": v.backend, "supported": v.supported, "reasons": v.reasons} for v in self.verdicts],
+        }
+
+
+def verdicts(problem: Problem, hardware: Hardware | None = None) -> tuple[Verdict, ...]:
+    """Every backend's verdict on the problem."""
+    hardware = hardware or detect(problem.device)
+    return tuple(backend.verdict(problem, hardware) for backend in BACKENDS)
+
+
+def choose(
+    problem: Problem, backend: str = "auto", plan: Plan | None = None
+) -> tuple[Backend, Plan, tuple[Verdict, ...]]:
+    """The backend and plan for a problem.
+
+    A named backend (or the one a given plan names) is used or refused, never replaced. Raises ``ValueError`` for an
+    unknown backend or a plan that does not fit, ``UnsupportedError`` with every reason if none may run it.
+    """
+    asked = _asked(backend, plan)
+    hardware = detect(problem.device)
+    found = verdicts(problem, hardware)
+    for candidate, verdict in zip(BACKENDS, found, strict=True):
+        if asked in ("auto", candidate.NAME) and verdict.supported:
+            if plan is not None:
+                candidate.check_plan(problem, plan)
+            else:
+                plan = best_plan(problem, candidate.candidates(problem, hardware), hardware)
+            if asked == "auto":
+                _warn_if_quadratic(problem, candidate, found)
+            return candidate, plan, found
+    raise UnsupportedError([v for v in found if asked in ("auto", v.backend)], asked)
+
+
+def explain(problem: Problem, backend: str = "auto", plan: Plan | None = None) -> Explanation:
+    """``choose``, with what it chose written down."""
+    chosen, plan, found = choose(problem, backend, plan)
+    return Explanation(problem, chosen.NAME, plan, found, chosen.resources(problem, plan))
+
+
+def _asked(backend: object, plan: object) -> str:
+    if backend != "auto" and backend not in NAMES:
+        raise ValueError(f"backend: was {backend!r}, must be 'auto' or one of {NAMES}")
+    if plan is None:
+        return str(backend)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: was {plan!r}, must be None or a Plan")
+    if plan.backend not in NAMES:
+        raise ValueError(f"plan: named backend {plan.backend!r}, must name one of {NAMES}")
+    if backend not in ("auto", plan.backend):
+        raise ValueError(f"plan: named backend {plan.backend!r}, must name {backend!r} like the backend argument")
+    return plan.backend
+
+
+def _warn_if_quadratic(problem: Problem, chosen: Backend, found: tuple[Verdict, ...]) -> None:
+    score_bytes = 4 * problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
+    if chosen is not reference or (problem.device.startswith("cpu") and score_bytes <= QUIET_SCORE_BYTES):
+        return
+    reasons = "; ".join(str(verdict) for verdict in found if not verdict.supported)
+    # The warnings module shows one message once for each place; the text holds no sizes, so that a loop over lengths
+    # does not repeat it.
+    warnings.warn(
+        f"attention runs on the reference backend, which writes out all scores ({reasons})",
+        RuntimeWarning,
+        stacklevel=4,
+    )

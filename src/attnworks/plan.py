@@ -1,0 +1,48 @@
+"""Plan: how a Problem is tiled and scheduled on one backend; and how the best plan is picked.
+
+Ranking: a plan the caller gives is used as it is, otherwise the backend's candidate with the least modelled time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from attnworks.hardware import Hardware
+from attnworks.problem import Problem
+from attnworks.traffic import modelled_seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a Problem.
+
+    ``schedule`` names the loop structure; each backend lists its own ("tiled" and "split_kv" on the CPU; "eager",
+    "standard", "kv_outer" and "q_outer" on the reference). ``tile_q``, ``tile_kv``: rows and keys of a tile.
+    ``split_kv``: keys of one partial result of a split-KV schedule. ``isa``: instruction set of the CPU backend.
+    0 and "" mean that the schedule has no such choice.
+    """
+
+    backend: str
+    schedule: str
+    tile_q: int = 0
+    tile_kv: int = 0
+    split_kv: int = 0
+    isa: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("tile_q", "tile_kv", "split_kv"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"Plan {name}: was {value!r}, must be an int >= 0")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def best_plan(problem: Problem, candidates: Sequence[Plan], hardware: Hardware) -> Plan:
+    """The candidate with the least modelled time; the backend's own order decides between equals."""
+    return min(
+        candidates, key=lambda plan: modelled_seconds(problem, plan.schedule, plan.tile_q, plan.tile_kv, hardware)
+    )

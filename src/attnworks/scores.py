@@ -1,0 +1,117 @@
+"""Score modifiers: what happens to S = scale * Q K^T before the mask and the softmax, applied left to right.
+
+Like masks they are split into a hashable spec (a tuple of ``ScoreTerm``) and operand tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from attnworks.masks import OperandSpec, operand_spec
+
+
+@dataclass(frozen=True)
+class Softcap:
+    """s -> cap * tanh(s / cap) (Gemma 2, arXiv:2408.00118, section 2). Raises ``ValueError`` unless 0 < cap < inf."""
+
+    cap: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cap, int | float) or not 0 < self.cap < math.inf:
+            raise ValueError(f"Softcap cap: was {self.cap!r}, must be a finite number > 0")
+
+
+@dataclass(frozen=True, eq=False)
+class ALiBi:
+    """s -> s - slopes[h] * |i + seq_kv - seq_q - j| (arXiv:2108.12409, section 3), origin as for ``Causal()``.
+
+    ``slopes``: (heads_q,) or (batch, heads_q), floating point.
+    """
+
+    slopes: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Bias:
+    """s -> s + tensor, where ``tensor`` broadcasts to (batch, heads_q, seq_q, seq_kv); -inf hides. Differentiable."""
+
+    tensor: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sink:
+    """One extra logit per query head that enters the denominator and the LSE but carries no value. Differentiable.
+
+    ``logits``: (heads_q,), in the units of S (gpt-oss; "Efficient Streaming Language Models with Attention Sinks",
+    arXiv:2309.17453). Of partial results that are merged, exactly one may carry it.
+    """
+
+    logits: Tensor
+
+
+ScoreKind = Literal["softcap", "alibi", "bias", "sink", "function"]
+
+
+@dataclass(frozen=True)
+class ScoreTerm:
+    """One modifier as a kernel is built for it: its kind, its static parameter, its operand's shape and strides."""
+
+    kind: ScoreKind
+    cap: float = 0.0
+    function: Callable[..., Any] | None = None
+    operand: OperandSpec | None = None
+
+
+ScoreSpec = tuple[ScoreTerm, ...]
+UserScore = Softcap | ALiBi | Bias | Sink | Callable[..., Any]
+
+
+def split(scores: object) -> tuple[ScoreSpec, tuple[Tensor, ...]]:
+    """Split the user's ``scores`` into a spec and operand tensors.
+
+    Raises ``TypeError`` if ``scores`` is not a sequence of modifiers or an operand is not a floating-point tensor,
+    ``ValueError`` if there is more than one ``Sink``.
+    """
+    if not isinstance(scores, Iterable) or isinstance(scores, Tensor | str):
+        raise TypeError(f"scores: was {scores!r}, must be a tuple such as (Softcap(50.0),)")
+    terms: list[ScoreTerm] = []
+    operands: list[Tensor] = []
+    for score in scores:
+        if isinstance(score, Softcap):
+            terms.append(ScoreTerm("softcap", cap=float(score.cap)))
+        elif isinstance(score, ALiBi | Bias | Sink):
+            kind, name, tensor = _operand_of(score)
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                was = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+                raise TypeError(f"{type(score).__name__} {name}: was {was}, must be a floating-point tensor")
+            terms.append(ScoreTerm(kind, operand=operand_spec(tensor, len(operands))))
+            operands.append(tensor)
+        elif callable(score) and not isinstance(score, type):
+            terms.append(ScoreTerm("function", function=score))
+        else:
+            raise TypeError(
+                f"scores: held {score!r}, must hold Softcap, ALiBi, Bias, Sink or functions (s, b, h, q, k)"
+            )
+    if sum(term.kind == "sink" for term in terms) > 1:
+        raise ValueError("scores: held more than one Sink, must hold at most one")
+    return tuple(terms), tuple(operands)
+
+
+def _operand_of(score: ALiBi | Bias | Sink) -> tuple[ScoreKind, str, Tensor]:
+    if isinstance(score, ALiBi):
+        return "alibi", "slopes", score.slopes
+    if isinstance(score, Bias):
+        return "bias", "tensor", score.tensor
+    return "sink", "logits", score.logits
+
+
+def describe(spec: ScoreSpec) -> str:
+    """The modifiers in words, for tables and error messages."""
+    if not spec:
+        return "none"
+    return ", ".join(f"softcap({term.cap:g})" if term.kind == "softcap" else term.kind for term in spec)

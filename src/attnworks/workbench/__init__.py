@@ -1,0 +1,1 @@
+"""The workbench: prove a kernel right, measure it, count the bytes it moves."""
