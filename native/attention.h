@@ -26,7 +26,8 @@ struct Bounds {
   int64_t left, right;
   bool top_left;
 
-  int64_t shift(int64_t seq_q, int64_t seq_kv) const { return top_left ? 0 : seq_kv - seq_q; }
+  // always_inline: a copy for the linker to merge could hold another target's instructions.
+  __attribute__((always_inline)) inline int64_t shift(int64_t seq_q, int64_t seq_kv) const { return top_left ? 0 : seq_kv - seq_q; }
 };
 
 struct ForwardProblem {
@@ -38,7 +39,9 @@ struct ForwardProblem {
   int64_t tile_q, tile_kv;
 };
 
-// One unit of work of the forward: query rows [row_begin, row_end) of one head. The pointers are at row 0 of this sequence and head,
+constexpr int64_t MAX_TILE_Q = 1024, MAX_TILE_KV = 512;  // larger tiles are cut to these
+
+// One unit of work of the forward: at most tile_q query rows [row_begin, row_end) of one head. The pointers are at row 0 of this sequence and head,
 // so that the kernel knows neither batch nor cu_seqlens. lse may be null.
 struct ForwardTask {
   const void *q, *k, *v;

@@ -1,0 +1,144 @@
+// The Python module attnworks._native. Tensors come as addresses and strides: exchanging them by DLPack costs more than a small call.
+// Shapes, dtypes and everything inside tensors are checked by the Python side; what is checked here keeps the kernels' own assumptions.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <array>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.h"
+#include "parallel.h"
+#include "schedule.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace attnworks {
+namespace {
+
+using StrideList = std::array<int64_t, 3>;
+using Address = uintptr_t;
+
+Strides strides(const StrideList& s) { return {s[0], s[1], s[2]}; }
+
+DType dtype_of(const std::string& name) {
+  if (name == "float32") return DType::float32;
+  if (name == "bfloat16") return DType::bfloat16;
+  if (name == "float16") return DType::float16;
+  throw std::invalid_argument("dtype was '" + name + "', must be float32, bfloat16 or float16");
+}
+
+void require_at_least(int64_t least, std::initializer_list<std::pair<const char*, int64_t>> values) {
+  for (const auto& [name, value] : values)
+    if (value < least) throw std::invalid_argument(std::string(name) + " was " + std::to_string(value) + ", must be >= " + std::to_string(least));
+}
+
+template <typename Problem>
+void check(const Problem& p) {
+  require_at_least(0, {{"batch", p.batch}, {"seq_q", p.seq_q}, {"left", p.bounds.left}, {"right", p.bounds.right}});
+  require_at_least(1, {{"head_dim", p.head_dim}, {"head_dim_v", p.head_dim_v}, {"heads_kv", p.heads_kv}});
+  if (p.heads_q < 0 || p.heads_q % p.heads_kv != 0)
+    throw std::invalid_argument("heads_q was " + std::to_string(p.heads_q) + ", must be a multiple of heads_kv, " + std::to_string(p.heads_kv));
+}
+
+Operands operands(Address q, Address k, Address v, Address out, Address lse) {
+  return {(const void*)q, (const void*)k, (const void*)v, (void*)out, (float*)lse};
+}
+
+struct Forward {
+  const Kernels& kernels;
+  ForwardProblem problem;
+
+  Forward(const std::string& isa, const std::string& dtype, int64_t batch, int64_t heads_q, int64_t heads_kv, int64_t seq_q, int64_t seq_kv,
+          int64_t head_dim, int64_t head_dim_v, const StrideList& q, const StrideList& k, const StrideList& v, const StrideList& out,
+          const StrideList& lse, float scale, int64_t left, int64_t right, bool top_left, int64_t tile_q, int64_t tile_kv)
+      : kernels(kernels_for(isa)),
+        problem{dtype_of(dtype), batch, heads_q, heads_kv, seq_q, seq_kv, head_dim, head_dim_v, strides(q), strides(k), strides(v),
+                strides(out), strides(lse), scale, {left, right, top_left}, tile_q, tile_kv} {
+    check(problem);
+    require_at_least(0, {{"seq_kv", seq_kv}});
+    require_at_least(1, {{"tile_q", tile_q}, {"tile_kv", tile_kv}});
+  }
+
+  void call(Address q, Address k, Address v, Address out, Address lse, int threads) const {
+    run_forward(kernels, problem, operands(q, k, v, out, lse), threads);
+  }
+  void call_varlen(Address q, Address k, Address v, Address out, Address lse, Address cu_seqlens_q, Address cu_seqlens_kv,
+                   int threads) const {
+    run_forward_varlen(kernels, problem, operands(q, k, v, out, lse), (const int64_t*)cu_seqlens_q, (const int64_t*)cu_seqlens_kv, threads);
+  }
+};
+
+struct Decode {
+  const Kernels& kernels;
+  DecodeProblem problem;
+
+  Decode(const std::string& isa, const std::string& dtype, int64_t batch, int64_t seq_q, int64_t heads_q, int64_t heads_kv, int64_t head_dim,
+         int64_t head_dim_v, const StrideList& q, const StrideList& k, const StrideList& v, const StrideList& out, const StrideList& lse,
+         int64_t page_size, float scale, int64_t left, int64_t right, bool top_left, int64_t split_kv)
+      : kernels(kernels_for(isa)),
+        problem{dtype_of(dtype), batch, seq_q, heads_q, heads_kv, head_dim, head_dim_v, strides(q), strides(k), strides(v), strides(out),
+                strides(lse), page_size, scale, {left, right, top_left}, split_kv} {
+    check(problem);
+    require_at_least(0, {{"page_size", page_size}});
+    require_at_least(1, {{"split_kv", split_kv}});
+  }
+
+  void call(Address q, Address k, Address v, Address out, Address lse, Address kv_lens, Address page_table, int64_t page_table_stride,
+            int threads) const {
+    run_decode(kernels, problem, operands(q, k, v, out, lse), (const int64_t*)kv_lens, (const int64_t*)page_table, page_table_stride, threads);
+  }
+};
+
+// Reads `bytes` of memory once, in equal parts on `threads` threads.
+void read_bandwidth(Address memory, int64_t bytes, int threads) {
+  const Kernels& kernels = kernels_for(supported_isas().front());
+  const int64_t part = bytes / threads / 64 * 64;
+  for_each_task(threads, threads, [&](int64_t t) {
+    volatile float used = kernels.read((const char*)memory + t * part, t + 1 == threads ? bytes - t * part : part);
+    (void)used;
+  });
+}
+
+double peak_flops(const std::string& isa, const std::string& dtype, int threads, int64_t iterations) {
+  const Kernels& kernels = kernels_for(isa);
+  const DType type = dtype_of(dtype);
+  std::vector<double> done(threads);
+  for_each_task(threads, threads, [&](int64_t t) { done[t] = kernels.flops(type, iterations); });
+  double total = 0;
+  for (double flops : done) total += flops;
+  return total;
+}
+
+}  // namespace
+}  // namespace attnworks
+
+NB_MODULE(_native, m) {
+  using namespace attnworks;
+  using release = nb::call_guard<nb::gil_scoped_release>;
+  m.attr("ABI") = 1;
+  m.def("compiled_isas", &compiled_isas, "Instruction sets that were compiled in, best first.");
+  m.def("supported_isas", &supported_isas, "Those of them that this CPU runs, best first.");
+  nb::class_<Forward>(m, "Forward", "A prefill call with everything but addresses and threads fixed. Strides are (batch, head, row) in elements.")
+      .def(nb::init<const std::string&, const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const StrideList&,
+                    const StrideList&, const StrideList&, const StrideList&, const StrideList&, float, int64_t, int64_t, bool, int64_t, int64_t>(),
+           "isa"_a, "dtype"_a, "batch"_a, "heads_q"_a, "heads_kv"_a, "seq_q"_a, "seq_kv"_a, "head_dim"_a, "head_dim_v"_a, "q_strides"_a,
+           "k_strides"_a, "v_strides"_a, "out_strides"_a, "lse_strides"_a, "scale"_a, "left"_a, "right"_a, "top_left"_a, "tile_q"_a,
+           "tile_kv"_a)
+      .def("__call__", &Forward::call, "q_ptr"_a, "k_ptr"_a, "v_ptr"_a, "out_ptr"_a, "lse_ptr"_a, "threads"_a, release())
+      .def("run_varlen", &Forward::call_varlen, "q_ptr"_a, "k_ptr"_a, "v_ptr"_a, "out_ptr"_a, "lse_ptr"_a, "cu_seqlens_q_ptr"_a,
+           "cu_seqlens_kv_ptr"_a, "threads"_a, release());
+  nb::class_<Decode>(m, "Decode", "A decode call with everything but addresses, page table and threads fixed.")
+      .def(nb::init<const std::string&, const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const StrideList&,
+                    const StrideList&, const StrideList&, const StrideList&, const StrideList&, int64_t, float, int64_t, int64_t, bool, int64_t>(),
+           "isa"_a, "dtype"_a, "batch"_a, "seq_q"_a, "heads_q"_a, "heads_kv"_a, "head_dim"_a, "head_dim_v"_a, "q_strides"_a, "k_strides"_a,
+           "v_strides"_a, "out_strides"_a, "lse_strides"_a, "page_size"_a, "scale"_a, "left"_a, "right"_a, "top_left"_a, "split_kv"_a)
+      .def("__call__", &Decode::call, "q_ptr"_a, "k_ptr"_a, "v_ptr"_a, "out_ptr"_a, "lse_ptr"_a, "kv_lens_ptr"_a, "page_table_ptr"_a,
+           "page_table_stride"_a, "threads"_a, release());
+  m.def("read_bandwidth", &read_bandwidth, "ptr"_a, "bytes"_a, "threads"_a, release(), "Reads memory once, as fast as plain loads can.");
+  m.def("peak_flops", &peak_flops, "isa"_a, "dtype"_a, "threads"_a, "iterations"_a, release(),
+        "Runs independent multiply-adds in registers; returns the FLOPs that were done (time it yourself).");
+}

@@ -1,0 +1,83 @@
+#include "dispatch.h"
+
+#include <stdexcept>
+
+namespace attnworks {
+
+// CMake defines ATTNWORKS_WITH_<isa> for every per-ISA file that this compiler could build.
+#define ATTNWORKS_DECLARE(isa) \
+  namespace isa {              \
+  extern const Kernels kernels; \
+  }
+ATTNWORKS_DECLARE(generic)
+#ifdef ATTNWORKS_WITH_avx2
+ATTNWORKS_DECLARE(avx2)
+#endif
+#ifdef ATTNWORKS_WITH_avx512
+ATTNWORKS_DECLARE(avx512)
+#endif
+#ifdef ATTNWORKS_WITH_avx512_bf16
+ATTNWORKS_DECLARE(avx512_bf16)
+#endif
+#ifdef ATTNWORKS_WITH_neon
+ATTNWORKS_DECLARE(neon)
+#endif
+
+namespace {
+
+struct Entry {
+  const Kernels* kernels;
+  bool supported;
+};
+
+// __builtin_cpu_supports also asks (by xgetbv) whether the operating system saves the wide registers.
+std::vector<Entry> entries() {
+  std::vector<Entry> all;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  [[maybe_unused]] const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+#ifdef ATTNWORKS_WITH_avx512_bf16
+  all.push_back({&avx512_bf16::kernels, avx512 && __builtin_cpu_supports("avx512bf16")});
+#endif
+#ifdef ATTNWORKS_WITH_avx512
+  all.push_back({&avx512::kernels, avx512});
+#endif
+#ifdef ATTNWORKS_WITH_avx2
+  all.push_back({&avx2::kernels, avx2});
+#endif
+#ifdef ATTNWORKS_WITH_neon
+  all.push_back({&neon::kernels, true});
+#endif
+  all.push_back({&generic::kernels, true});
+  return all;
+}
+
+}  // namespace
+
+std::vector<std::string> compiled_isas() {
+  std::vector<std::string> names;
+  for (const Entry& entry : entries()) names.push_back(entry.kernels->isa);
+  return names;
+}
+
+std::vector<std::string> supported_isas() {
+  std::vector<std::string> names;
+  for (const Entry& entry : entries())
+    if (entry.supported) names.push_back(entry.kernels->isa);
+  return names;
+}
+
+const Kernels& kernels_for(const std::string& isa) {
+  std::string supported;
+  for (const Entry& entry : entries()) {
+    if (!entry.supported) continue;
+    if (entry.kernels->isa == isa) return *entry.kernels;
+    supported += (supported.empty() ? "" : ", ") + std::string(entry.kernels->isa);
+  }
+  throw std::invalid_argument("isa was '" + isa + "', this CPU runs: " + supported);
+}
+
+}  // namespace attnworks

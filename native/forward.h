@@ -1,0 +1,207 @@
+// Exact attention for one block of query rows (FlashAttention-2, Dao 2023, algorithm 1, on a cache hierarchy): tiles of keys and values are
+// packed into the L2 cache once per block, scores and probs of one micro-block (MR rows) never leave the L1 cache.
+//
+// A row's result depends on tile_kv alone: not on tile_q, on the row's place in its block, on the batch or on who computes it. Tiles start
+// at multiples of tile_kv, key j always falls on lane j % W, and hidden keys add exact zeros.
+#pragma once
+#include <math.h>
+
+#include "pack.h"
+
+#include "microkernel.h"
+
+namespace attnworks::ATTNWORKS_ISA {
+
+constexpr int SCORES_ROW = MAX_TILE_KV + 2 * W;  // not a power of two; the slack takes the overrun of mask_row
+
+// How a problem lies in scratch; offsets in floats, each region a multiple of 16 of them.
+struct ForwardLayout {
+  int64_t tile_q, tile_kv;
+  int64_t units;        // of a row of q or k
+  int64_t acc_stride;   // head_dim_v, padded to whole vectors
+  int64_t panel_stride; // of packed v
+  bool packs_v;         // else v is read in place
+  int64_t q, k, v, acc, scores, running_max, running_sum, size;
+};
+
+template <typename T>
+static ForwardLayout forward_layout(const ForwardProblem& p) {
+  ForwardLayout l;
+  l.tile_q = align_up(least(most(p.tile_q, 1), MAX_TILE_Q), MR);
+  l.tile_kv = align_up(least(most(p.tile_kv, 1), MAX_TILE_KV), PANEL);
+  l.units = row_units<T>(p.head_dim);
+  l.acc_stride = align_up(p.head_dim_v, W);
+  l.panel_stride = row_units<T>(l.tile_kv) * PANEL;
+  // In place only where rows lie close together: at large strides the rows of a tile compete for few cache sets and many TLB entries.
+  l.packs_v = sizeof(T) != 4 || p.head_dim_v % PANEL != 0 || p.v.row < 0 || p.v.row > 2 * p.head_dim_v;
+  int64_t at = 0;
+  auto region = [&at](int64_t floats) {
+    const int64_t begin = at;
+    at += align_up(floats, 16);
+    return begin;
+  };
+  l.q = region(l.tile_q * l.units);
+  l.k = region(l.tile_kv * l.units);
+  l.v = region(l.packs_v ? align_up(p.head_dim_v, PANEL) / PANEL * l.panel_stride : 0);
+  l.acc = region(l.tile_q * l.acc_stride);
+  l.scores = region(MR * SCORES_ROW + W) + W;
+  l.running_max = region(l.tile_q);
+  l.running_sum = region(l.tile_q * W);
+  l.size = at;
+  return l;
+}
+
+// The keys that row i sees: [begin, end), empty if end <= begin. Both ends grow with i.
+struct VisibleKeys {
+  Bounds bounds;
+  int64_t shift, seq_kv;
+  int64_t begin(int64_t row) const { return most(0, row + shift - bounds.left); }
+  int64_t end(int64_t row) const { return least(seq_kv, row + shift + bounds.right + 1); }
+};
+
+// Sets scores outside [visible_begin, visible_end) to -inf, in whole vectors that may overrun [begin, end) by less than one.
+ATTNWORKS_INLINE void mask_row(float* scores, int64_t begin, int64_t end, int64_t visible_begin, int64_t visible_end) {
+  const Vec hidden = set1(-INFINITY);
+  for (int64_t at = most(visible_end, begin); at < end; at += W) store(scores + at, hidden);
+  for (int64_t at = least(visible_begin, end); at > begin; at -= W) store(scores + at - W, hidden);
+}
+
+// One step of the online softmax for one row, in base 2: scores [begin, end) become probs in place (packed to bf16 pairs from `begin / 2` on
+// if PAIRS), running_max and the W lanes of running_sum are brought up to date. Returns what the row's old acc must be multiplied by.
+// begin and end are multiples of PANEL.
+template <bool PAIRS>
+ATTNWORKS_INLINE float softmax_row(float* scores, int64_t begin, int64_t end, float* running_max, float* running_sum) {
+  Vec high[NV];
+#pragma GCC unroll 8
+  for (int n = 0; n < NV; n++) high[n] = load(scores + begin + n * W);
+  for (int64_t at = begin + PANEL; at < end; at += PANEL)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; n++) high[n] = max(high[n], load(scores + at + n * W));
+#pragma GCC unroll 8
+  for (int n = 1; n < NV; n++) high[0] = max(high[0], high[n]);
+
+  const float before = *running_max, tile_max = reduce_max(high[0]);
+  const float after = before > tile_max ? before : tile_max;
+  // While a row has seen nothing but -inf, 0 stands in for its maximum: exp2(-inf - 0) = 0, and -inf - -inf never happens.
+  const float rescale = before == -INFINITY ? 0.f : before == after ? 1.f : exp2_scalar(before - after);
+  const Vec shift = set1(after == -INFINITY ? 0.f : after);
+  *running_max = after;
+
+  Vec sum[NV];
+  sum[0] = mul(load(running_sum), set1(rescale));
+#pragma GCC unroll 8
+  for (int n = 1; n < NV; n++) sum[n] = zero();
+  for (int64_t at = begin; at < end; at += PANEL) {
+    Vec probs[NV];
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; n++) {
+      probs[n] = exp2<PAIRS ? 3 : 5>(sub(load(scores + at + n * W), shift));
+      sum[n] = add(sum[n], probs[n]);
+    }
+    if constexpr (PAIRS) {
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; n += 2) store(scores + at / 2 + n / 2 * W, pack_bf16(probs[n], probs[n + 1]));
+    } else {
+#pragma GCC unroll 8
+      for (int n = 0; n < NV; n++) store(scores + at + n * W, probs[n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int n = 1; n < NV; n++) sum[0] = add(sum[0], sum[n]);
+  store(running_sum, sum[0]);
+  return rescale;
+}
+
+// One micro-block against keys [tile, tile + keys) of a packed tile; `row` is its first query row.
+template <typename T>
+static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const VisibleKeys& visible,
+                                int64_t row, int64_t tile, int64_t keys, int64_t packed_begin, float factor, float* scratch) {
+  constexpr bool PAIRS = in_pairs<T>;
+  const int64_t last = least(row + MR, task.row_end) - 1;
+  const int64_t first_key = most(visible.begin(row) - tile, 0), end_key = least(visible.end(last) - tile, keys);
+  if (first_key >= end_key) return;
+  const int64_t begin = first_key / PANEL * PANEL, end = align_up(end_key, PANEL);
+  const int64_t block = row - task.row_begin;
+
+  float* scores = scratch + l.scores;
+  for (int64_t at = begin; at < end; at += PANEL)
+    scores_kernel<PAIRS, SCORES_ROW>(l.units, scratch + l.q + block * l.units, scratch + l.k + (at - packed_begin) * l.units, factor,
+                                     scores + at);
+
+  float rescale[MR];
+  for (int r = 0; r < MR; r++) {
+    // Rows past the last are computed like the last and never stored.
+    const int64_t query = least(row + r, last);
+    const int64_t visible_begin = visible.begin(query) - tile, visible_end = least(visible.end(query) - tile, keys);
+    if (visible_begin > begin || visible_end < end) mask_row(scores + r * SCORES_ROW, begin, end, visible_begin, visible_end);
+    rescale[r] = softmax_row<PAIRS>(scores + r * SCORES_ROW, begin, end, scratch + l.running_max + block + r,
+                                    scratch + l.running_sum + (block + r) * W);
+  }
+
+  const int64_t from = row_units<T>(first_key - first_key % 2), depth = row_units<T>(end_key) - from;
+  const int64_t packed_from = from - row_units<T>(packed_begin);
+  for (int64_t column = 0; column < p.head_dim_v; column += PANEL) {
+    const float* v = l.packs_v ? scratch + l.v + column / PANEL * l.panel_stride + packed_from * PANEL
+                               : (const float*)task.v + (tile + from) * p.v.row + column;
+    values<PAIRS, SCORES_ROW>(least(NV, (l.acc_stride - column) / W), depth, scores + from, v, l.packs_v ? PANEL : p.v.row, rescale,
+                              scratch + l.acc + block * l.acc_stride + column, l.acc_stride);
+  }
+}
+
+template <typename T>
+static void forward_finish(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const float* scratch) {
+  for (int64_t row = task.row_begin; row < task.row_end; row++) {
+    const int64_t r = row - task.row_begin;
+    const float sum = reduce_add(load(scratch + l.running_sum + r * W));
+    const Vec factor = set1(sum == 0 ? 0.f : 1 / sum);
+    const float* acc = scratch + l.acc + r * l.acc_stride;
+    T* out = (T*)task.out + row * p.out.row;
+    int64_t column = 0;
+    for (; column + W <= p.head_dim_v; column += W) store_from_float(out + column, mul(factor, load(acc + column)));
+    if (column < p.head_dim_v) store_from_float_n(out + column, mul(factor, load(acc + column)), p.head_dim_v - column);
+    if (task.lse) task.lse[row * p.lse.row] = sum == 0 ? -INFINITY : (scratch[l.running_max + r] + log2f(sum)) * LN2;
+  }
+}
+
+template <typename T>
+static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float* scratch) {
+  const ForwardLayout l = forward_layout<T>(p);
+  const VisibleKeys visible = {p.bounds, p.bounds.shift(task.seq_q, task.seq_kv), task.seq_kv};
+  const int64_t rows = task.row_end - task.row_begin, blocks = align_up(rows, MR);
+  const float factor = p.scale * LOG2E;  // scores in base 2; q carries it, except in pairs, whose rounding it would double
+  pack_q((const T*)task.q + task.row_begin * p.q.row, p.q.row, rows, p.head_dim, factor, scratch + l.q);
+  memset(scratch + l.acc, 0, blocks * l.acc_stride * 4);
+  memset(scratch + l.running_sum, 0, blocks * W * 4);
+  for (int64_t r = 0; r < blocks; r++) scratch[l.running_max + r] = -INFINITY;
+
+  const int64_t first = visible.begin(task.row_begin), end = visible.end(task.row_end - 1);
+  for (int64_t tile = first / l.tile_kv * l.tile_kv; tile < end; tile += l.tile_kv) {
+    const int64_t keys = least(l.tile_kv, end - tile), packed_begin = most(first - tile, 0) / PANEL * PANEL;
+    const int64_t key = tile + packed_begin;
+    pack_k((const T*)task.k + key * p.k.row, p.k.row, keys - packed_begin, p.head_dim, scratch + l.k);
+    if (l.packs_v)
+      pack_v((const T*)task.v + key * p.v.row, p.v.row, keys - packed_begin, p.head_dim_v, scratch + l.v, l.panel_stride);
+    for (int64_t row = task.row_begin; row < task.row_end; row += MR)
+      forward_micro_block<T>(p, task, l, visible, row, tile, keys, packed_begin, factor, scratch);
+  }
+  forward_finish<T>(p, task, l, scratch);
+}
+
+static size_t forward_scratch(const ForwardProblem& p) {
+  switch (p.dtype) {
+    case DType::float32: return forward_layout<float>(p).size * 4;
+    case DType::bfloat16: return forward_layout<bf16>(p).size * 4;
+    case DType::float16: return forward_layout<fp16>(p).size * 4;
+  }
+  return 0;
+}
+
+static void forward(const ForwardProblem& p, const ForwardTask& task, void* scratch) {
+  switch (p.dtype) {
+    case DType::float32: return forward_rows<float>(p, task, (float*)scratch);
+    case DType::bfloat16: return forward_rows<bf16>(p, task, (float*)scratch);
+    case DType::float16: return forward_rows<fp16>(p, task, (float*)scratch);
+  }
+}
+
+}  // namespace attnworks::ATTNWORKS_ISA

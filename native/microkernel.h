@@ -1,0 +1,71 @@
+// The matrix products: MR rows x up to NV vectors of accumulators stay in registers while `depth` units go by.
+#pragma once
+
+namespace attnworks::ATTNWORKS_ISA {
+
+// acc[r][n] += sum over u of a[r * ROW + u * STEP] * b[u * b_stride + n * W]; offsets into a are compile-time constants.
+template <bool PAIRS, int ROW, int STEP, int N>
+ATTNWORKS_INLINE void multiply_add(int64_t depth, const float* a, const float* b, int64_t b_stride, Vec (&acc)[MR][N]) {
+#pragma GCC unroll 4
+  for (int64_t u = 0; u < depth; u++) {
+    Vec x[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) x[n] = load(b + n * W);
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; r++) {
+      const Vec y = set1(a[r * ROW]);
+#pragma GCC unroll 8
+      for (int n = 0; n < N; n++) {
+        if constexpr (PAIRS)
+          acc[r][n] = dot_bf16(acc[r][n], y, x[n]);
+        else
+          acc[r][n] = fma(y, x[n], acc[r][n]);
+      }
+    }
+    a += STEP;
+    b += b_stride;
+  }
+}
+
+// scores[MR][row stride C_ROW] = q k^T for one micro-block of packed q and one panel of packed k, times `factor` if PAIRS.
+template <bool PAIRS, int C_ROW>
+__attribute__((noinline)) static void scores_kernel(int64_t units, const float* q, const float* k, float factor, float* scores) {
+  Vec acc[MR][NV];
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; n++) acc[r][n] = zero();
+  multiply_add<PAIRS, 1, MR>(units, q, k, PANEL, acc);
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; n++) store(scores + r * C_ROW + n * W, PAIRS ? mul(acc[r][n], set1(factor)) : acc[r][n]);
+}
+
+// acc[MR][row stride acc_stride] = rescale[MR] * acc + probs v for N vectors of columns.
+template <bool PAIRS, int P_ROW, int N>
+__attribute__((noinline)) static void values_kernel(int64_t depth, const float* probs, const float* v, int64_t v_stride, const float* rescale,
+                                                    float* acc_memory, int64_t acc_stride) {
+  Vec acc[MR][N];
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) acc[r][n] = mul(set1(rescale[r]), load(acc_memory + r * acc_stride + n * W));
+  multiply_add<PAIRS, P_ROW, 1>(depth, probs, v, v_stride, acc);
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) store(acc_memory + r * acc_stride + n * W, acc[r][n]);
+}
+
+// The same for 1 <= vectors <= NV.
+template <bool PAIRS, int P_ROW, int N = NV>
+ATTNWORKS_INLINE void values(int64_t vectors, int64_t depth, const float* probs, const float* v, int64_t v_stride, const float* rescale,
+                             float* acc, int64_t acc_stride) {
+  if constexpr (N > 1) {
+    if (vectors < N) return values<PAIRS, P_ROW, N - 1>(vectors, depth, probs, v, v_stride, rescale, acc, acc_stride);
+  }
+  values_kernel<PAIRS, P_ROW, N>(depth, probs, v, v_stride, rescale, acc, acc_stride);
+}
+
+}  // namespace attnworks::ATTNWORKS_ISA

@@ -1,0 +1,99 @@
+// Copies of q, k and v tiles in the order in which the microkernels read them. Conversion to fp32 and padding happen here, on chip.
+#pragma once
+#include <string.h>
+
+namespace attnworks::ATTNWORKS_ISA {
+
+constexpr int PANEL = NV * W;  // keys (of k) or columns (of v) that one microkernel covers
+
+// With bf16 dot products a tile is kept as 32-bit pairs of bf16, else as fp32. A row of head_dim elements has row_units of either.
+template <typename T>
+constexpr bool in_pairs = false;
+template <>
+constexpr bool in_pairs<bf16> = HAS_BF16_DOT;
+
+ATTNWORKS_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+ATTNWORKS_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+ATTNWORKS_INLINE int64_t align_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+
+template <typename T>
+ATTNWORKS_INLINE int64_t row_units(int64_t dim) {
+  return in_pairs<T> ? (dim + 1) / 2 : dim;
+}
+
+// Up to W units of a row of dim elements, from unit `at` on; past its end 0, and nothing is read there.
+template <typename T>
+ATTNWORKS_INLINE Vec load_units(const T* row, int64_t at, int64_t dim) {
+  if constexpr (in_pairs<T>) {
+    const int64_t left = dim - 2 * at;
+    return left >= 2 * W ? load_pairs(row + 2 * at) : load_pairs_n(row + 2 * at, left);
+  } else {
+    const int64_t left = dim - at;
+    return left >= W ? load_as_float(row + at) : load_as_float_n(row + at, left);
+  }
+}
+
+// rows x dim of q -> micro-blocks [rows / MR][units][MR], times `factor` (fp32 only); rows past the last are 0.
+template <typename T>
+static void pack_q(const T* q, int64_t stride, int64_t rows, int64_t dim, float factor, float* packed) {
+  const int64_t units = row_units<T>(dim);
+  for (int64_t row = 0; row < align_up(rows, MR); row++) {
+    float* to = packed + row / MR * units * MR + row % MR;
+    for (int64_t at = 0; at < units; at += W) {
+      float unit[W];
+      Vec x = row < rows ? load_units(q + row * stride, at, dim) : zero();
+      if constexpr (!in_pairs<T>) x = mul(x, set1(factor));
+      store(unit, x);
+      for (int i = 0; i < least(W, units - at); i++) memcpy(to + (at + i) * MR, unit + i, 4);
+    }
+  }
+}
+
+// keys x dim of k -> panels [ceil(keys / PANEL)][units][PANEL] (that is: k transposed); keys past the last are 0.
+template <typename T>
+static void pack_k(const T* k, int64_t stride, int64_t keys, int64_t dim, float* packed) {
+  const int64_t units = row_units<T>(dim);
+  for (int64_t key = 0; key < align_up(keys, PANEL); key += W) {
+    float* to = packed + key / PANEL * units * PANEL + key % PANEL;
+    for (int64_t at = 0; at < units; at += W) {
+      Vec x[W];
+      if (key + W <= keys)
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) x[i] = load_units(k + (key + i) * stride, at, dim);
+      else
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) x[i] = key + i < keys ? load_units(k + (key + i) * stride, at, dim) : zero();
+      transpose(x);
+      if (at + W <= units)
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) store(to + (at + i) * PANEL, x[i]);
+      else
+        for (int i = 0; i < units - at; i++) store(to + (at + i) * PANEL, x[i]);
+    }
+  }
+}
+
+// keys x dim of v -> panels [ceil(dim / PANEL)][panel_stride = units of keys * PANEL], each [key units][PANEL]; columns past the last are 0.
+// In pairs, a unit holds two neighbouring keys of one column; an odd last key is paired with 0.
+template <typename T>
+static void pack_v(const T* v, int64_t stride, int64_t keys, int64_t dim, float* packed, int64_t panel_stride) {
+  if constexpr (in_pairs<T>) {
+    static_assert(NV % 2 == 0);
+    for (int64_t key = 0; key < keys; key += 2)
+      for (int64_t column = 0; column < dim; column += 2 * W) {
+        const Vec row = load_units(v + key * stride, column / 2, dim);
+        const Vec next = key + 1 < keys ? load_units(v + (key + 1) * stride, column / 2, dim) : zero();
+        Vec lo, hi;
+        interleave_bf16(row, next, lo, hi);
+        float* to = packed + column / PANEL * panel_stride + key / 2 * PANEL + column % PANEL;
+        store(to, lo);
+        store(to + W, hi);
+      }
+  } else {
+    for (int64_t key = 0; key < keys; key++)
+      for (int64_t column = 0; column < dim; column += W)
+        store(packed + column / PANEL * panel_stride + key * PANEL + column % PANEL, load_units(v + key * stride, column, dim));
+  }
+}
+
+}  // namespace attnworks::ATTNWORKS_ISA

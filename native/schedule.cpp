@@ -1,0 +1,165 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "parallel.h"
+
+namespace attnworks {
+namespace {
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t element_size(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
+
+const void* offset(const void* p, int64_t elements, DType dtype) { return (const char*)p + elements * element_size(dtype); }
+void* offset(void* p, int64_t elements, DType dtype) { return (char*)p + elements * element_size(dtype); }
+
+// Waking the pool costs about as much as this many multiply-adds: smaller calls run on the caller's thread. Results don't depend on it.
+constexpr double WORK_PER_THREAD = 1 << 17;
+int worth_threads(double multiply_adds, int threads) { return (int)std::clamp(multiply_adds / WORK_PER_THREAD, 1.0, (double)std::max(threads, 1)); }
+
+// The row that one sequence and head contributes: its base pointers and lengths, before the rows are chosen.
+ForwardTask head_task(const ForwardProblem& p, const Operands& x, int64_t batch, int64_t head) {
+  const int64_t head_kv = head / (p.heads_q / p.heads_kv);
+  ForwardTask task = {};
+  task.q = offset(x.q, batch * p.q.batch + head * p.q.head, p.dtype);
+  task.k = offset(x.k, batch * p.k.batch + head_kv * p.k.head, p.dtype);
+  task.v = offset(x.v, batch * p.v.batch + head_kv * p.v.head, p.dtype);
+  task.out = offset(x.out, batch * p.out.batch + head * p.out.head, p.dtype);
+  task.lse = x.lse ? x.lse + batch * p.lse.batch + head * p.lse.head : nullptr;
+  task.seq_q = p.seq_q;
+  task.seq_kv = p.seq_kv;
+  return task;
+}
+
+// Query rows per task: tile_q, or less where that would leave threads idle. tile_q changes no result.
+int64_t rows_per_task(const ForwardProblem& p, int64_t rows, int threads) {
+  constexpr int64_t UNIT = 48;  // a multiple of every kernel's micro-block
+  const int64_t most = std::clamp<int64_t>(p.tile_q, 1, MAX_TILE_Q);
+  if (threads <= 1) return most;
+  const int64_t fair = ceil_div(ceil_div(rows, 4 * threads), UNIT) * UNIT;
+  return std::min(most, fair);
+}
+
+void run_rows(const Kernels& kernels, const ForwardProblem& p, ForwardTask task, int64_t block, int64_t blocks) {
+  // The last rows see most keys under a causal mask: they go first, so that the threads finish together.
+  task.row_begin = (blocks - 1 - block) * p.tile_q;
+  task.row_end = std::min(task.row_begin + p.tile_q, task.seq_q);
+  kernels.forward(p, task, thread_scratch(kernels.forward_scratch(p)));
+}
+
+// Multiply-adds of a call in which every row sees all keys that its bounds could show it.
+double multiply_adds(const ForwardProblem& p, double rows) {
+  const double keys = std::min<double>(p.seq_kv, (double)p.bounds.left + p.bounds.right + 1);
+  return rows * keys * (p.head_dim + p.head_dim_v);
+}
+
+}  // namespace
+
+void run_forward(const Kernels& kernels, const ForwardProblem& problem, const Operands& x, int threads) {
+  ForwardProblem p = problem;
+  const int64_t heads = p.batch * p.heads_q;
+  if (heads == 0 || p.seq_q == 0) return;
+  threads = worth_threads(multiply_adds(p, (double)heads * p.seq_q), threads);
+  p.tile_q = rows_per_task(p, heads * p.seq_q, threads);
+  const int64_t blocks = ceil_div(p.seq_q, p.tile_q);
+  for_each_task(heads * blocks, threads, [&](int64_t task) {
+    const int64_t head = task / blocks;
+    run_rows(kernels, p, head_task(p, x, head / p.heads_q, head % p.heads_q), task % blocks, blocks);
+  });
+}
+
+void run_forward_varlen(const Kernels& kernels, const ForwardProblem& problem, const Operands& x, const int64_t* cu_seqlens_q,
+                        const int64_t* cu_seqlens_kv, int threads) {
+  ForwardProblem p = problem;
+  p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = 0;
+  const int64_t rows = p.heads_q * cu_seqlens_q[p.batch];
+  threads = worth_threads(multiply_adds(p, (double)rows), threads);
+  p.tile_q = rows_per_task(p, rows, threads);
+  std::vector<int64_t> first_task(p.batch + 1, 0);
+  for (int64_t b = 0; b < p.batch; b++)
+    first_task[b + 1] = first_task[b] + p.heads_q * ceil_div(cu_seqlens_q[b + 1] - cu_seqlens_q[b], p.tile_q);
+  for_each_task(first_task[p.batch], threads, [&](int64_t task) {
+    const int64_t b = std::upper_bound(first_task.begin(), first_task.end(), task) - first_task.begin() - 1;
+    const int64_t q0 = cu_seqlens_q[b], kv0 = cu_seqlens_kv[b], blocks = (first_task[b + 1] - first_task[b]) / p.heads_q;
+    const int64_t head = (task - first_task[b]) / blocks;
+    ForwardTask t = head_task(p, x, 0, head);
+    t.q = offset(t.q, q0 * p.q.row, p.dtype);
+    t.k = offset(t.k, kv0 * p.k.row, p.dtype);
+    t.v = offset(t.v, kv0 * p.v.row, p.dtype);
+    t.out = offset(t.out, q0 * p.out.row, p.dtype);
+    if (t.lse) t.lse += q0 * p.lse.row;
+    t.seq_q = cu_seqlens_q[b + 1] - q0;
+    t.seq_kv = cu_seqlens_kv[b + 1] - kv0;
+    run_rows(kernels, p, t, (task - first_task[b]) % blocks, blocks);
+  });
+}
+
+namespace {
+
+// The splits [first, last) of one sequence that hold visible keys. They start at multiples of split_kv, whatever else is in the batch.
+struct Splits {
+  int64_t first, last;
+  int64_t count() const { return last - first; }
+};
+Splits splits_of(const DecodeProblem& p, int64_t kv_len) {
+  const int64_t offset = p.bounds.shift(p.seq_q, kv_len);
+  const int64_t begin = std::max<int64_t>(0, offset - p.bounds.left);
+  const int64_t end = std::min(kv_len, p.seq_q - 1 + offset + p.bounds.right + 1);
+  if (begin >= end) return {0, 0};
+  return {begin / p.split_kv, ceil_div(end, p.split_kv)};
+}
+
+DecodeTask decode_task(const DecodeProblem& p, const Operands& x, const int64_t* kv_lens, const int64_t* page_table, int64_t page_table_stride,
+                       int64_t batch, int64_t head_kv) {
+  const int64_t head = head_kv * (p.heads_q / p.heads_kv), cache = p.page_size ? 0 : batch;
+  DecodeTask task = {};
+  task.q = offset(x.q, batch * p.q.batch + head * p.q.head, p.dtype);
+  task.k = offset(x.k, cache * p.k.batch + head_kv * p.k.head, p.dtype);
+  task.v = offset(x.v, cache * p.v.batch + head_kv * p.v.head, p.dtype);
+  task.out = offset(x.out, batch * p.out.batch + head * p.out.head, p.dtype);
+  task.lse = x.lse ? x.lse + batch * p.lse.batch + head * p.lse.head : nullptr;
+  task.pages = p.page_size ? page_table + batch * page_table_stride : nullptr;
+  task.kv_len = kv_lens[batch];
+  return task;
+}
+
+}  // namespace
+
+void run_decode(const Kernels& kernels, const DecodeProblem& p, const Operands& x, const int64_t* kv_lens, const int64_t* page_table,
+                int64_t page_table_stride, int threads) {
+  const int64_t sequences = p.batch * p.heads_kv;  // one per KV head
+  if (sequences == 0 || p.seq_q == 0 || p.heads_q == 0) return;
+  // A sequence without visible keys still is one task: its rows must be written.
+  std::vector<int64_t> first_task(p.batch + 1, 0);
+  double keys = 0;
+  for (int64_t b = 0; b < p.batch; b++) {
+    const int64_t splits = splits_of(p, kv_lens[b]).count();
+    first_task[b + 1] = first_task[b] + p.heads_kv * std::max<int64_t>(splits, 1);
+    keys += (double)std::min(kv_lens[b], splits * p.split_kv);
+  }
+  const int64_t tasks = first_task[p.batch];
+  const size_t stride = kernels.decode_partial(p), scratch = kernels.decode_scratch(p);
+  std::unique_ptr<float[]> partials(new float[tasks * stride]);
+  std::vector<std::atomic<int64_t>> done(sequences);
+  threads = worth_threads(keys * p.heads_q * p.seq_q * (p.head_dim + p.head_dim_v), threads);
+
+  for_each_task(tasks, threads, [&](int64_t task) {
+    const int64_t b = std::upper_bound(first_task.begin(), first_task.end(), task) - first_task.begin() - 1;
+    const Splits splits = splits_of(p, kv_lens[b]);
+    const int64_t per_head = std::max<int64_t>(splits.count(), 1);
+    const int64_t head_kv = (task - first_task[b]) / per_head, first_of_head = first_task[b] + head_kv * per_head;
+    DecodeTask t = decode_task(p, x, kv_lens, page_table, page_table_stride, b, head_kv);
+    if (splits.count() > 0) {
+      t.key_begin = (splits.first + task - first_of_head) * p.split_kv;
+      t.key_end = std::min(t.key_begin + p.split_kv, t.kv_len);
+      kernels.decode_split(p, t, partials.get() + task * stride, thread_scratch(scratch));
+    }
+    // Whoever finishes the last split merges them all, in the order of their keys.
+    if (++done[b * p.heads_kv + head_kv] == per_head) kernels.decode_merge(p, t, partials.get() + first_of_head * stride, splits.count());
+  });
+}
+
+}  // namespace attnworks
