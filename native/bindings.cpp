@@ -63,6 +63,7 @@ struct Forward {
     require_at_least(1, {{"tile_q", tile_q}, {"tile_kv", tile_kv}});
   }
 
+  size_t scratch_bytes() const { return kernels.forward_scratch(problem); }
   void call(Address q, Address k, Address v, Address out, Address lse, int threads) const {
     run_forward(kernels, problem, operands(q, k, v, out, lse), threads);
   }
@@ -87,6 +88,7 @@ struct Decode {
     require_at_least(1, {{"split_kv", split_kv}});
   }
 
+  size_t scratch_bytes() const { return kernels.decode_scratch(problem); }
   void call(Address q, Address k, Address v, Address out, Address lse, Address kv_lens, Address page_table, int64_t page_table_stride,
             int threads) const {
     run_decode(kernels, problem, operands(q, k, v, out, lse), (const int64_t*)kv_lens, (const int64_t*)page_table, page_table_stride, threads);
@@ -128,6 +130,7 @@ NB_MODULE(_native, m) {
            "isa"_a, "dtype"_a, "batch"_a, "heads_q"_a, "heads_kv"_a, "seq_q"_a, "seq_kv"_a, "head_dim"_a, "head_dim_v"_a, "q_strides"_a,
            "k_strides"_a, "v_strides"_a, "out_strides"_a, "lse_strides"_a, "scale"_a, "left"_a, "right"_a, "top_left"_a, "tile_q"_a,
            "tile_kv"_a)
+      .def("scratch_bytes", &Forward::scratch_bytes, "Bytes of scratch that each thread uses.")
       .def("__call__", &Forward::call, "q_ptr"_a, "k_ptr"_a, "v_ptr"_a, "out_ptr"_a, "lse_ptr"_a, "threads"_a, release())
       .def("run_varlen", &Forward::call_varlen, "q_ptr"_a, "k_ptr"_a, "v_ptr"_a, "out_ptr"_a, "lse_ptr"_a, "cu_seqlens_q_ptr"_a,
            "cu_seqlens_kv_ptr"_a, "threads"_a, release());
@@ -136,6 +139,7 @@ NB_MODULE(_native, m) {
                     const StrideList&, const StrideList&, const StrideList&, const StrideList&, int64_t, float, int64_t, int64_t, bool, int64_t>(),
            "isa"_a, "dtype"_a, "batch"_a, "seq_q"_a, "heads_q"_a, "heads_kv"_a, "head_dim"_a, "head_dim_v"_a, "q_strides"_a, "k_strides"_a,
            "v_strides"_a, "out_strides"_a, "lse_strides"_a, "page_size"_a, "scale"_a, "left"_a, "right"_a, "top_left"_a, "split_kv"_a)
+      .def("scratch_bytes", &Decode::scratch_bytes, "Bytes of scratch that each thread uses.")
       .def("__call__", &Decode::call, "q_ptr"_a, "k_ptr"_a, "v_ptr"_a, "out_ptr"_a, "lse_ptr"_a, "kv_lens_ptr"_a, "page_table_ptr"_a,
            "page_table_stride"_a, "threads"_a, release());
   m.def("read_bandwidth", &read_bandwidth, "ptr"_a, "bytes"_a, "threads"_a, release(), "Reads memory once, as fast as plain loads can.");

@@ -108,10 +108,13 @@ def check_plan(problem: Problem, plan: Plan) -> None:
 
 
 def resources(problem: Problem, plan: Plan) -> dict[str, int]:
-    return {"scratch": int(_kernel(problem, plan).scratch_bytes())}
+    """Scratch that each thread keeps in its caches."""
+    return {"scratch": int(_kernel(problem, plan).scratch_bytes()) if problem.heads_kv else 0}
 
 
 def prepare(problem: Problem, plan: Plan) -> Launcher:
+    if not problem.heads_kv:
+        return _empty_launcher(problem)
     kernel = _kernel(problem, plan)
     if problem.form == "varlen":
         return _varlen_launcher(problem, kernel)
@@ -158,6 +161,17 @@ def _result_strides(p: Problem) -> tuple[tuple[int, int, int], tuple[int, int, i
         return (0, d, p.heads_q * d), (0, p.total_q, 1)
     heads_rows = (p.seq_q * d, d) if p.layout == "bhsd" else (d, p.heads_q * d)
     return (p.heads_q * p.seq_q * d, *heads_rows), (p.heads_q * p.seq_q, p.seq_q, 1)
+
+
+def _empty_launcher(problem: Problem) -> Launcher:
+    """Without heads there is nothing to compute; the native kernels divide by heads_kv."""
+    out_shape, lse_shape = _result_shapes(problem)
+
+    def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
+        lse = torch.empty(lse_shape, dtype=torch.float32) if problem.return_lse else None
+        return torch.empty(out_shape, dtype=problem.dtype), lse
+
+    return launch
 
 
 def _dense_launcher(problem: Problem, kernel: Any) -> Launcher:
