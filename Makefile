@@ -1,0 +1,70 @@
+# Every target sets up what it needs: a virtual environment with the pinned tools and the package, built and
+# installed editable. Stamp files keep that from being repeated; a change under native/ rebuilds the extension.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+NATIVE := CMakeLists.txt pyproject.toml $(shell find native -name '*.h' -o -name '*.cpp')
+JOBS := $(shell nproc 2>/dev/null || echo 2)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench lint format native native-test neon-test matrix clean
+
+help:  ## What there is to make
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: native  ## Attention proven right, timed against PyTorch's SDPA, and the bytes it moves
+	@echo '--- Is it right? Every backend against an fp64 reference.'
+	@$(BIN)/attnworks verify --quick
+	@echo; echo '--- Is it fast? Against scaled_dot_product_attention in the same process.'
+	@$(BIN)/attnworks bench --quick
+	@echo; echo '--- Why? The bytes that cross the slow memory.'
+	@$(BIN)/attnworks traffic
+
+test: lint native-test neon-test  ## Everything CI runs: lint, types, C++ tests, pytest
+	$(BIN)/python -m pytest -q -n $(JOBS)
+
+bench: native  ## The tables of docs/benchmarking.md, measured on this machine
+	$(BIN)/python benchmarks/cpu.py
+
+lint: native
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: native  ## Let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+matrix: native  ## Write docs/support_matrix.md and .json anew from the backends' verdicts
+	$(BIN)/python docs/support_matrix.py
+
+native: $(VENV)/installed.stamp  ## Build the extension and install the package editable (incremental)
+
+native-test: native
+	$(BIN)/cmake -S . -B build/ctest -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DATTNWORKS_PYTHON=OFF -DATTNWORKS_TESTS=ON > build/ctest.log || { cat build/ctest.log; exit 1; }
+	$(BIN)/cmake --build build/ctest
+	$(BIN)/ctest --test-dir build/ctest --output-on-failure
+
+# NEON is claimed because this passes in CI; elsewhere it runs where the cross-compiler and the emulator are installed.
+neon-test:
+	@if command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64-static >/dev/null; then \
+	  bash native/tests/run_qemu.sh; \
+	elif [ -n "$$CI" ]; then \
+	  echo 'neon-test: needs aarch64-linux-gnu-g++ and qemu-aarch64-static'; exit 1; \
+	else \
+	  echo 'neon-test: skipped, needs aarch64-linux-gnu-g++ and qemu-aarch64-static'; \
+	fi
+
+$(VENV)/tools.stamp: requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -r requirements-dev.txt
+	touch $@
+
+$(VENV)/installed.stamp: $(VENV)/tools.stamp $(NATIVE)
+	$(PIP) install --no-build-isolation --no-deps --editable .
+	touch $@
+
+clean:  ## Remove the environment and everything built
+	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis

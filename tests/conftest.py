@@ -1,0 +1,55 @@
+"""Fixtures that every test gets: fresh memory that holds NaN, a fixed seed; and how a test names a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from attnworks import dispatch
+from attnworks.backends import cpu
+from attnworks.hardware import detect
+
+settings.register_profile("attnworks", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("attnworks")
+
+# Two threads wherever the tests run, so that the code that shares work between threads always runs; xdist's workers
+# would otherwise fight over the cores.
+torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty hands out NaN (the largest value for integers), so that an unwritten output cannot look right."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(20250101)
+
+
+@pytest.fixture(params=dispatch.NAMES)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend's name. A test runs on all of them; ``require`` skips what the backend's own Verdict refuses."""
+    return str(request.param)
+
+
+@pytest.fixture(params=cpu.isas() or ["native extension missing"])
+def isa(request: pytest.FixtureRequest) -> str:
+    """Each instruction set that this machine runs."""
+    if not cpu.isas():
+        pytest.skip(str(cpu.verdict(_tiny_problem(), detect("cpu"))))
+    return str(request.param)
+
+
+def _tiny_problem() -> object:
+    from helpers import problem_of
+
+    q = torch.zeros(1, 1, 1, 8)
+    return problem_of(q, q, q)
