@@ -1,7 +1,8 @@
 """attention() and its siblings: find or build the prepared call, run it.
 
-A call's way: the key of everything a launcher depends on → the prepared launcher; on a miss Problem → ``dispatch.choose``
-(pure) → Plan → ``prepare``. The hot path builds no Problem and checks nothing that the key already settles.
+A call's way: the key of everything a launcher depends on → the prepared launcher; on a miss Problem →
+``dispatch.choose`` (pure) → Plan → ``prepare``. The hot path builds no Problem and checks nothing that the key already
+settles.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ def attention(
 
     Shapes for ``layout="bhsd"``: q (batch, heads_q, seq_q, head_dim), k (batch, heads_kv, seq_kv, head_dim),
     v (batch, heads_kv, seq_kv, head_dim_v), heads_q a multiple of heads_kv; for ``"bshd"`` the middle two swap. Dtype
-    float32, bfloat16 or float16 (float64 on the reference), the same for all three. Any strides; where the last dimension
-    is not contiguous the tensor is copied. ``scale`` defaults to 1/sqrt(head_dim).
+    float32, bfloat16 or float16 (float64 on the reference), the same for all three. Any strides; where the last
+    dimension is not contiguous the tensor is copied. ``scale`` defaults to 1/sqrt(head_dim).
 
-    Returns out, in q's dtype and layout with head_dim_v; with ``return_lse`` (out, lse), lse (batch, heads_q, seq_q) fp32
-    (fp64 for fp64), natural log. A row without a visible key gives 0 and -inf.
+    Returns out, in q's dtype and layout with head_dim_v; with ``return_lse`` (out, lse), lse (batch, heads_q, seq_q)
+    fp32 (fp64 for fp64), natural log. A row without a visible key gives 0 and -inf.
 
-    ``mask``: None, ``Causal()``, ``Window()``, a boolean tensor, a predicate (b, h, q, k), or an intersection with ``&``.
+    ``mask``: None, ``Causal()``, ``Window()``, a boolean tensor, a predicate (b, h, q, k), or an intersection (``&``).
     ``scores``: modifiers (``Softcap``, ``ALiBi``, ``Bias``, ``Sink``, functions), applied left to right.
-    ``deterministic``: backward repeats bitwise. ``batch_invariant``: a row's bits do not depend on the rest of the batch.
+    ``deterministic``: backward repeats bitwise. ``batch_invariant``: a row's bits depend on nothing else in the batch.
     ``backend``: "auto" or a name, which is used or refused, never replaced. ``plan``: a ``Plan`` to use as it is.
     ``validate``: check values inside tensors on a GPU too, at the price of a synchronisation.
 
@@ -80,11 +81,13 @@ def attention(
     differentiable = _differentiable(q, k, v, score_operands)
     # fmt: off
     key = (
-        q.shape, k.shape, v.shape, q_strides, k_strides, v_strides, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.shape, k.shape, v.shape, q_strides, k_strides, v_strides,
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         mask_spec, score_spec, scale, layout, differentiable, return_lse, deterministic, batch_invariant, backend, plan,
+        type(scale), type(return_lse), type(deterministic), type(batch_invariant),  # 1 == True, but is no bool
     )
     # fmt: on
-    launch = _PREPARED.get(key) if validate is False else None
+    launch = _lookup(key) if validate is False else None
     if launch is None:
         problem.check_flags(validate=validate, return_lse=return_lse)
         described = _dense_problem(
@@ -122,8 +125,8 @@ def attention_varlen(
     indices local to each sequence.
 
     Returns out (total_q, heads_q, head_dim_v); with ``return_lse`` also lse (heads_q, total_q). Rows past
-    ``cu_seqlens_q[-1]`` are 0 with lse -inf. The other arguments and errors are those of ``attention``; offsets that fall,
-    do not begin at 0 or end past the rows raise ``ValueError`` (on a GPU only with ``validate=True``).
+    ``cu_seqlens_q[-1]`` are 0 with lse -inf. The other arguments and errors are those of ``attention``; offsets that
+    fall, do not begin at 0 or end past the rows raise ``ValueError`` (on a GPU only with ``validate=True``).
     """
     q, k, v = _last_contiguous(q, "q"), _last_contiguous(k, "k"), _last_contiguous(v, "v")
     problem.check_tensors(q=q, k=k, v=v)
@@ -201,9 +204,9 @@ def attention_decode(
     """Attention of a few new queries over a KV cache.
 
     q (batch, seq_q, heads_q, head_dim); caches (batch, capacity, heads_kv, dim), or with ``page_table`` (batch,
-    pages_per_sequence) int32/int64: (pages, page_size, heads_kv, dim). Page strides are read from the tensors; v_cache may
-    be a view of k_cache (MLA). ``kv_lens`` (batch,): keys in the cache before the append. ``k_new``, ``v_new`` (batch,
-    seq_new, heads_kv, dim) are written into the caches first. ``rotary``: a ``Rotary`` that turns q and k_new.
+    pages_per_sequence) int32/int64: (pages, page_size, heads_kv, dim). Page strides are read from the tensors; v_cache
+    may be a view of k_cache (MLA). ``kv_lens`` (batch,): keys in the cache before the append. ``k_new``, ``v_new``
+    (batch, seq_new, heads_kv, dim) are written into the caches first. ``rotary``: a ``Rotary`` that turns q and k_new.
     ``k_scale``, ``v_scale``: fp32, one element or (heads_kv,), for float8 and int8 caches: value = stored · scale.
     ``mask=None`` hides nothing, also for seq_q > 1; ``Causal()`` aligns the last query with the last key.
 
@@ -353,15 +356,30 @@ _split_scores: Callable[[object], tuple[ScoreSpec, tuple[Tensor, ...]]] = scores
 def _prepare(key: Hashable, described: Problem, backend: str, plan: Plan | None) -> Launcher:
     chosen, plan, _ = dispatch.choose(described, backend, plan)
     launch = chosen.prepare(described, plan)
-    if len(_PREPARED) >= _PREPARED_LIMIT:
-        _PREPARED.clear()
-    _PREPARED[key] = launch
+    # A user's function would be kept alive, with all it captured, for a key that a fresh lambda never meets again.
+    if not _holds_functions(described):
+        if len(_PREPARED) >= _PREPARED_LIMIT:
+            _PREPARED.clear()
+        _PREPARED[key] = launch
     return launch
 
 
 def _prepared(described: Problem, backend: str, plan: Plan | None) -> Launcher:
     key = (described, backend, plan)
-    return _PREPARED.get(key) or _prepare(key, described, backend, plan)
+    return _lookup(key) or _prepare(key, described, backend, plan)
+
+
+def _lookup(key: Hashable) -> Launcher | None:
+    try:
+        return _PREPARED.get(key)
+    except TypeError:  # an argument that cannot be hashed is a wrong one: the checks that follow name it
+        return None
+
+
+def _holds_functions(described: Problem) -> bool:
+    return any(isinstance(term, masks.Predicate) for term in described.mask) or any(
+        term.kind == "function" for term in described.scores
+    )
 
 
 def _last_contiguous(tensor: Tensor, name: str = "") -> Tensor:

@@ -74,7 +74,8 @@ def check_kv_lens(kv_lens: object, batch: int, capacity: int, new: int, q: Tenso
         low, high = (int(bound) for bound in lens.aminmax())
         if low < 0 or high + new > capacity:
             raise ValueError(
-                f"kv_lens: ranged from {low} to {high}, must lie in 0..{capacity - new} (capacity {capacity}, {new} new)"
+                f"kv_lens: ranged from {low} to {high}, must lie in 0..{capacity - new} "
+                f"(capacity {capacity}, {new} new)"
             )
     return lens
 
@@ -98,7 +99,7 @@ def check_page_table(table: object, totals: Tensor, pages: int, page_size: int, 
 
 
 def check_rotary(rotary: object, q: Tensor, totals: Tensor, *, values: bool) -> None:
-    """Raises ``TypeError`` or ``ValueError`` unless ``rotary`` fits q (batch, seq_q, heads_q, head_dim) and the lengths."""
+    """Raises ``TypeError`` or ``ValueError`` unless ``rotary`` fits q (batch, seq_q, heads_q, head_dim) and lengths."""
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: was {rotary!r}, must be None or Rotary(cos, sin)")
     for name, table in (("rotary cos", rotary.cos), ("rotary sin", rotary.sin)):

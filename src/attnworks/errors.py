@@ -1,7 +1,7 @@
 """The errors attnworks raises beyond Python's own.
 
 Wrong shapes, dtypes and devices are ``ValueError`` or ``TypeError``; the message names the argument, what it was and
-what it must be. ``UnsupportedError`` means that the question is well formed but that no permitted backend can answer it.
+what it must be. ``UnsupportedError`` means that the question is well formed but that no permitted backend can answer.
 """
 
 from __future__ import annotations
@@ -33,5 +33,9 @@ class UnsupportedError(NotImplementedError):
 
     def __init__(self, verdicts: Iterable[Verdict], asked: str = "auto") -> None:
         self.verdicts = tuple(verdicts)
+        self.asked = asked
         who = "no backend supports this call" if asked == "auto" else f"backend={asked!r} does not support this call"
         super().__init__(who + "".join(f"\n  {verdict}" for verdict in self.verdicts))
+
+    def __reduce__(self) -> tuple[type[UnsupportedError], tuple[tuple[Verdict, ...], str]]:
+        return UnsupportedError, (self.verdicts, self.asked)  # so that it crosses process boundaries

@@ -20,7 +20,7 @@ from torch import Tensor
 Align = Literal["bottom-right", "top-left"]
 ALIGNS = ("bottom-right", "top-left")
 
-# Stands for "no limit" where a kernel wants an integer: beyond any sequence, far from overflowing 64 bits when added to one.
+# "No limit" where a kernel wants an integer: beyond any sequence, far from overflowing 64 bits when added to one.
 UNLIMITED = 2**40
 
 
@@ -52,8 +52,8 @@ class _Mask:
 class Causal(_Mask):
     """Query i sees keys j <= i + shift.
 
-    ``align="bottom-right"`` (default): shift = seq_kv - seq_q, as in flash-attn 2.1 and later. ``"top-left"``: shift = 0,
-    as in ``torch.nn.functional.scaled_dot_product_attention(is_causal=True)``. Raises ``ValueError`` for any other align.
+    ``align="bottom-right"`` (default): shift = seq_kv - seq_q, as in flash-attn 2.1 and later. ``"top-left"``: shift 0,
+    as in ``torch.nn.functional.scaled_dot_product_attention(is_causal=True)``. Raises ``ValueError`` for another align.
     """
 
     align: Align = "bottom-right"
@@ -107,6 +107,7 @@ class OperandSpec:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    device: str
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ UserMask = Causal | Window | AllOf | Tensor | Callable[..., Any] | None
 
 
 def operand_spec(tensor: Tensor, index: int) -> OperandSpec:
-    return OperandSpec(index, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return OperandSpec(index, tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
 
 
 def split(mask: object) -> tuple[MaskSpec, tuple[Tensor, ...]]:
@@ -143,7 +144,7 @@ def split(mask: object) -> tuple[MaskSpec, tuple[Tensor, ...]]:
     operands: list[Tensor] = []
     for part in _flatten(mask):
         if isinstance(part, Causal | Window):
-            left, right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
+            left, right = (None, 0) if isinstance(part, Causal) else (_limit(part.left), _limit(part.right))
             if left is None and right is None:
                 continue
             old = bounds.get(part.align, Bounds(None, None, part.align))
@@ -160,8 +161,8 @@ def split(mask: object) -> tuple[MaskSpec, tuple[Tensor, ...]]:
             others.append(Predicate(part))
         else:
             raise TypeError(
-                f"mask: was {part!r}, must be None, Causal(), Window(), a boolean tensor, a function (b, h, q, k), or an "
-                "intersection of these made with &"
+                f"mask: was {part!r}, must be None, Causal(), Window(), a boolean tensor, a function (b, h, q, k), "
+                "or an intersection of these made with &"
             )
     return (*bounds.values(), *others), tuple(operands)
 
@@ -172,6 +173,11 @@ def _flatten(mask: object) -> list[object]:
     if isinstance(mask, AllOf):
         return [leaf for part in mask.parts for leaf in _flatten(part)]
     return [mask]
+
+
+def _limit(extent: int | None) -> int | None:
+    """None where the extent is beyond any sequence: so large a number overflows the arithmetic on positions."""
+    return None if extent is None or extent >= UNLIMITED else extent
 
 
 def _tighter(a: int | None, b: int | None) -> int | None:

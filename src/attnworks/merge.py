@@ -13,11 +13,11 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, layout:
 
     ``out_*``: (batch, heads_q, seq_q, head_dim_v) for layout "bhsd", (batch, seq_q, heads_q, head_dim_v) for "bshd";
     three-dimensional outputs are packed, (total_q, heads_q, head_dim_v), with ``lse_*`` (heads_q, total_q).
-    ``lse_*``: (batch, heads_q, seq_q), natural log, fp32. Returns (out, lse) in the same forms; out has out_a's dtype and
-    is summed in fp32 (fp64 for fp64). Merging an empty partial result (lse -inf) returns the other unchanged; two empty
-    ones give (0, -inf). Differentiable. Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.
+    ``lse_*``: (batch, heads_q, seq_q), natural log, fp32. Returns (out, lse) in the same forms; out has out_a's dtype
+    and is summed in fp32 (fp64 for fp64). Merging an empty partial result (lse -inf) returns the other unchanged; two
+    empty ones give (0, -inf). Differentiable. Source: FlashAttention-2 (arXiv:2307.08691), section 3.1.
 
-    Raises ``TypeError`` for what is not a floating tensor, ``ValueError`` for shapes, devices or layouts that do not fit.
+    Raises ``TypeError`` for what is no floating tensor, ``ValueError`` for shapes, devices or layouts that do not fit.
     """
     _check(out_a, lse_a, out_b, lse_b, layout)
     heads_before_rows = out_a.dim() == 4 and layout == "bhsd"

@@ -34,8 +34,11 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("tile_q", "tile_kv", "split_kv"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ValueError(f"Plan {name}: was {value!r}, must be an int >= 0")
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
+                raise ValueError(f"Plan {name}: was {value!r}, must be an int in 0..2**31 - 1")
+        for name in ("backend", "schedule", "isa"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"Plan {name}: was {getattr(self, name)!r}, must be a str")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

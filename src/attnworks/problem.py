@@ -1,4 +1,4 @@
-"""Problem: what is asked of an attention kernel, as one frozen, hashable value; and Operands, the tensors it is asked of.
+"""Problem: what is asked of an attention kernel, as one frozen, hashable value; Operands: the tensors it is asked of.
 
 Everything a kernel is chosen and built by is in the Problem; nothing in it refers to memory. A user's call becomes a
 Problem only when no prepared call is found for it (``api.py``); the workbench starts from Problems.
@@ -31,8 +31,8 @@ class Problem:
     """One attention problem.
 
     ``form``: "dense" (batch of equal lengths), "varlen" (packed sequences; ``seq_q``/``seq_kv`` are the maxima,
-    ``total_q``/``total_kv`` the packed lengths) or "decode" (a cache of capacity ``seq_kv`` with its own length for each
-    sequence; ``page_size`` > 0 if it is paged). Strides are in elements, (batch, head, row), whatever the layout.
+    ``total_q``/``total_kv`` the packed lengths) or "decode" (a cache of capacity ``seq_kv`` with its own length for
+    each sequence; ``page_size`` > 0 if it is paged). Strides are in elements, (batch, head, row), whatever the layout.
     ``differentiable``: an input requires grad, or forward-mode AD or a functorch transform is active.
     """
 
@@ -76,7 +76,7 @@ class Problem:
         bounds = [term for term in self.mask if isinstance(term, masks.Bounds)]
         if not bounds:
             return self.seq_q * self.seq_kv
-        rows = torch.arange(self.seq_q, dtype=torch.int64)
+        rows = torch.arange(self.seq_q, dtype=torch.int64, device="cpu")
         low = torch.zeros_like(rows)
         high = torch.full_like(rows, self.seq_kv)
         for term in bounds:
@@ -146,11 +146,13 @@ class Sizes(NamedTuple):
 
 
 def check_tensors(**tensors: object) -> None:
-    """q, k, v: tensors of one floating dtype on one device. Raises ``TypeError`` or ``ValueError`` naming the first that isn't."""
+    """q, k, v: tensors of one floating dtype and device; ``TypeError`` or ``ValueError`` names the first that isn't."""
     first = next(iter(tensors))
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: was {type(tensor).__name__}, must be a torch.Tensor")
+        if tensor.is_nested:
+            raise TypeError(f"{name}: was a nested tensor, must be a strided one (packed sequences: attention_varlen)")
         if tensor.layout != torch.strided:
             raise TypeError(f"{name}: was a tensor of layout {tensor.layout}, must be torch.strided")
         if tensor.dtype not in FLOAT_DTYPES:
@@ -194,8 +196,8 @@ def check_scale(scale: object, head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale: was {scale!r}, must be None or a number")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: was {scale}, must be finite")
+    if not abs(scale) <= torch.finfo(torch.float32).max:  # also NaN; kernels hold it in fp32
+        raise ValueError(f"scale: was {scale}, must be finite in float32")
     return float(scale)
 
 

@@ -6,7 +6,7 @@ Like masks they are split into a hashable spec (a tuple of ``ScoreTerm``) and op
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,10 +74,10 @@ UserScore = Softcap | ALiBi | Bias | Sink | Callable[..., Any]
 def split(scores: object) -> tuple[ScoreSpec, tuple[Tensor, ...]]:
     """Split the user's ``scores`` into a spec and operand tensors.
 
-    Raises ``TypeError`` if ``scores`` is not a sequence of modifiers or an operand is not a floating-point tensor,
+    Raises ``TypeError`` if ``scores`` is not a tuple or list of modifiers or an operand is not a floating-point tensor,
     ``ValueError`` if there is more than one ``Sink``.
     """
-    if not isinstance(scores, Iterable) or isinstance(scores, Tensor | str):
+    if not isinstance(scores, tuple | list):  # an iterator could be read only once
         raise TypeError(f"scores: was {scores!r}, must be a tuple such as (Softcap(50.0),)")
     terms: list[ScoreTerm] = []
     operands: list[Tensor] = []

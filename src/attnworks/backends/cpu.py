@@ -28,7 +28,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 MAX_HEAD_DIM = 576
 MAX_HEAD_DIM_V = 512
 
-# Few query rows for each KV head: reading the cache bounds the time, so it is split over the threads instead of the rows.
+# Few query rows for each KV head: reading the cache bounds the time, so the threads share it instead of the rows.
 SPLIT_KV_MAX_ROWS = 16
 SPLIT_KV = 1024
 
@@ -141,8 +141,8 @@ def _kernel(problem: Problem, plan: Plan) -> Any:
                               p.page_size, p.scale, *mask, plan.split_kv)
         # fmt: on
     # fmt: off
-    return _native.Forward(isa, dtype, p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_kv, p.head_dim, p.head_dim_v, *strides,
-                           p.scale, *mask, plan.tile_q, plan.tile_kv)
+    return _native.Forward(isa, dtype, p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_kv, p.head_dim, p.head_dim_v,
+                           *strides, p.scale, *mask, plan.tile_q, plan.tile_kv)
     # fmt: on
 
 
@@ -168,8 +168,8 @@ def _empty_launcher(problem: Problem) -> Launcher:
     out_shape, lse_shape = _result_shapes(problem)
 
     def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
-        lse = torch.empty(lse_shape, dtype=torch.float32) if problem.return_lse else None
-        return torch.empty(out_shape, dtype=problem.dtype), lse
+        lse = torch.empty(lse_shape, dtype=torch.float32, device="cpu") if problem.return_lse else None
+        return torch.empty(out_shape, dtype=problem.dtype, device="cpu"), lse
 
     return launch
 
@@ -179,8 +179,8 @@ def _dense_launcher(problem: Problem, kernel: Any) -> Launcher:
     dtype, return_lse, empty, threads = problem.dtype, problem.return_lse, torch.empty, torch.get_num_threads
 
     def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
-        out = empty(out_shape, dtype=dtype)
-        lse = empty(lse_shape, dtype=torch.float32) if return_lse else None
+        out = empty(out_shape, dtype=dtype, device="cpu")
+        lse = empty(lse_shape, dtype=torch.float32, device="cpu") if return_lse else None
         lse_pointer = 0 if lse is None else lse.data_ptr()
         kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, threads())
         return out, lse
@@ -191,7 +191,7 @@ def _dense_launcher(problem: Problem, kernel: Any) -> Launcher:
 def _split_launcher(problem: Problem, kernel: Any) -> Launcher:
     """Dense with few query rows: every sequence is a cache filled to the end."""
     run = _decode_launcher(problem, kernel)
-    lens = torch.full((problem.batch,), problem.seq_kv, dtype=torch.int64)
+    lens = torch.full((problem.batch,), problem.seq_kv, dtype=torch.int64, device="cpu")
 
     def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
         o.kv_lens = lens
@@ -205,13 +205,13 @@ def _decode_launcher(problem: Problem, kernel: Any) -> Launcher:
 
     def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
         assert o.kv_lens is not None
-        out = torch.empty(out_shape, dtype=problem.dtype)
-        lse = torch.empty(lse_shape, dtype=torch.float32) if problem.return_lse else None
+        out = torch.empty(out_shape, dtype=problem.dtype, device="cpu")
+        lse = torch.empty(lse_shape, dtype=torch.float32, device="cpu") if problem.return_lse else None
         lse_pointer = 0 if lse is None else lse.data_ptr()
         table = (0, 0) if o.page_table is None else (o.page_table.data_ptr(), o.page_table.stride(0))
         # fmt: off
-        kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, o.kv_lens.data_ptr(), *table,
-               torch.get_num_threads())
+        kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, o.kv_lens.data_ptr(),
+               *table, torch.get_num_threads())
         # fmt: on
         return out, lse
 
@@ -223,8 +223,8 @@ def _varlen_launcher(problem: Problem, kernel: Any) -> Launcher:
 
     def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
         assert o.cu_seqlens_q is not None and o.cu_seqlens_kv is not None
-        out = torch.empty(out_shape, dtype=problem.dtype)
-        lse = torch.empty(lse_shape, dtype=torch.float32) if problem.return_lse else None
+        out = torch.empty(out_shape, dtype=problem.dtype, device="cpu")
+        lse = torch.empty(lse_shape, dtype=torch.float32, device="cpu") if problem.return_lse else None
         used = int(o.cu_seqlens_q[-1])
         if used < problem.total_q:
             out[used:] = 0
