@@ -48,7 +48,7 @@ def problem(
     return replace(described, **others)  # type: ignore[arg-type]
 
 
-# ---- the simulator: loops over tiles and looks at every pair -----------------------------------------------------------
+# ---- the simulator: loops over tiles and looks at every pair -------------------------------------------------------
 
 
 @functools.cache
@@ -167,7 +167,7 @@ def test_bytes_equal_a_loop_that_counts(schedule: str, mask: object) -> None:
         assert modelled.flops == 2 * 2 * 6 * visible * (8 + 4) == p.flops()
 
 
-# ---- the well-known bill -----------------------------------------------------------------------------------------------
+# ---- the well-known bill -------------------------------------------------------------------------------------------
 
 
 def test_the_bill_of_standard_attention() -> None:
@@ -195,7 +195,7 @@ def test_backward_counts_five_products_where_scores_are_recomputed() -> None:
     assert estimate(p, "q_outer", 16, 16).backward_flops == 2 * pairs * (16 + 8 + 8 + 16 + 16) == p.flops(backward=True)
 
 
-# ---- FlashAttention's theorem 2: N² d² / M ------------------------------------------------------------------------------
+# ---- FlashAttention's theorem 2: N² d² / M -------------------------------------------------------------------------
 
 
 def elements(moved: Traffic) -> float:
@@ -225,7 +225,7 @@ def test_doubling_on_chip_memory_halves_the_bill() -> None:
     assert all(small / large == pytest.approx(2, rel=0.05) for small, large in itertools.pairwise(bills))
 
 
-# ---- forms other than dense --------------------------------------------------------------------------------------------
+# ---- forms other than dense ----------------------------------------------------------------------------------------
 
 
 def test_decode_counts_the_lengths_not_the_capacity() -> None:
@@ -234,7 +234,8 @@ def test_decode_counts_the_lengths_not_the_capacity() -> None:
     part = estimate(p, "split_kv", lengths=[(1, 100), (1, 300)])
     assert full.kv == 2 * 2 * 1000 * (16 + 16) * 2, "once for each KV head, not for each query head"
     assert part.kv == 2 * (100 + 300) * (16 + 16) * 2
-    assert part.minimum_bytes < full.minimum_bytes and part.flops == full.flops * 400 // 2000
+    assert part.minimum_bytes < full.minimum_bytes
+    assert part.flops == full.flops * 400 // 2000
 
 
 def test_splits_write_and_read_partial_results() -> None:
@@ -293,7 +294,7 @@ def test_plans_are_compared_by_a_finite_time() -> None:
     assert 0 < large < small < math.inf
 
 
-# ---- machines ----------------------------------------------------------------------------------------------------------
+# ---- machines ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", hardware.machines())

@@ -4,15 +4,16 @@ The model counts what a schedule must move when its tiles live on chip and nothi
 
 - "standard": S and P written out. Q, K read, S written; S read, P written; P, V read, O written (FlashAttention,
   arXiv:2205.14135, algorithm 0). It computes hidden scores too and masks them afterwards.
-- "kv_outer": FlashAttention-1 (algorithm 1): O, m, l are written once to begin with (line 2); each KV tile is read once;
-  for each Q tile that sees it, Q is read and O, m, l are read and written again (lines 8, 12 and 13).
+- "kv_outer": FlashAttention-1 (algorithm 1): O, m, l are written once to begin with (line 2); each KV tile is read
+  once; for each Q tile that sees it, Q is read and O, m, l are read and written again (lines 8, 12 and 13).
 - "q_outer": FlashAttention-2 (arXiv:2307.08691, algorithm 1) and the CPU's "tiled": each Q tile is read once and its
   output and LSE written once; for each, the KV tiles it sees are read.
 - "split_kv": decode. The visible K and V read once by each KV head's group of queries; fp32 partial results written and
   read where there is more than one split.
 
-In the first three every query head reads its KV head's keys for itself, so GQA saves nothing of these re-reads. Tiles that
-closed bounds hide are never loaded. Tiling saves bytes, not FLOPs: without a mask every schedule has the same products.
+In the first three every query head reads its KV head's keys for itself, so GQA saves nothing of these re-reads. Tiles
+that closed bounds hide are never loaded. Tiling saves bytes, not FLOPs: without a mask every schedule has the same
+products.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ _FP32 = 4
 class Traffic:
     """Bytes across the slow memory by what they are, and the FLOPs, of one problem under one schedule.
 
-    ``q``, ``kv``: inputs read, with re-reads. ``out``: output written, with LSE or m and l. ``state``: running O, m, l or
-    partial results read and written again. ``scores_and_probs``: S and P written and read (0 for tiled schedules).
+    ``q``, ``kv``: inputs read, with re-reads. ``out``: output written, with LSE or m and l. ``state``: running O, m, l
+    or partial results read and written again. ``scores_and_probs``: S and P written and read (0 for tiled schedules).
     ``operands``: elements of a boolean mask or bias read. ``minimum_bytes``: q, k, v read and out written once.
-    ``flops``: products of visible pairs, forward; ``executed_flops``: with the hidden pairs that the schedule computes all
-    the same (whole tiles; all of them for "standard"). ``backward_flops``: products of visible pairs, backward; tiled
-    schedules compute S again rather than read P, which makes five products of four.
+    ``flops``: products of visible pairs, forward; ``executed_flops``: with the hidden pairs that the schedule computes
+    all the same (whole tiles; all of them for "standard"). ``backward_flops``: products of visible pairs, backward;
+    tiled schedules compute S again rather than read P, which makes five products of four.
     """
 
     schedule: str
@@ -85,8 +86,8 @@ class Traffic:
 
 
 class _Rows(NamedTuple):
-    """What one head of one sequence loads, counted in rows: ``q``, ``kv`` loads of rows of Q and K, ``visits`` rows of Q
-    times the KV tiles they meet, ``pairs`` computed."""
+    """What one head of one sequence loads, counted in rows: ``q``, ``kv`` loads of rows of Q and K, ``visits`` rows of
+    Q times the KV tiles they meet, ``pairs`` computed."""
 
     q: int
     kv: int
@@ -105,8 +106,8 @@ def paper_tiles(problem: Problem, hardware: Hardware) -> tuple[int, int]:
 
 
 def default_lengths(problem: Problem) -> Lengths:
-    """What the Problem alone says of the lengths: caches filled to capacity, packed rows dealt out as evenly as they can
-    be. Where the true lengths are known, pass them to ``estimate``."""
+    """What the Problem alone says of the lengths: caches filled to capacity, packed rows dealt out as evenly as they
+    can be. Where the true lengths are known, pass them to ``estimate``."""
     p = problem
     if p.form != "varlen":
         return [(p.seq_q, p.seq_kv)] * p.batch
@@ -119,8 +120,8 @@ def estimate(
     """Bytes and FLOPs of ``problem`` under ``schedule``.
 
     ``tile_kv`` of "split_kv" is the keys of a split (0: one split). ``lengths``: (seq_q, seq_kv) of each sequence of a
-    varlen or decode problem, by default ``default_lengths``. Raises ``ValueError`` for an unknown schedule, missing tiles
-    or a wrong number of lengths.
+    varlen or decode problem, by default ``default_lengths``. Raises ``ValueError`` for an unknown schedule, missing
+    tiles or a wrong number of lengths.
     """
     model = _ALIASES.get(schedule, schedule)
     if model not in (*SCHEDULES, "split_kv"):
@@ -217,7 +218,7 @@ def _visible_range(p: Problem, first: torch.Tensor, rows: torch.Tensor) -> tuple
 
 
 def _tile_rows(p: Problem, tile_q: int, tile_kv: int, *, kv_outer: bool) -> _Rows:
-    """Loads of one head under a tiled schedule; a tile pair is met if a visible key of the Q tile lies in the KV tile."""
+    """Loads of one head under a tiled schedule; two tiles meet if a visible key of the Q tile lies in the KV tile."""
     starts = torch.arange(0, p.seq_q, tile_q, dtype=torch.int64)
     rows = (p.seq_q - starts).clamp_max(tile_q)
     low, high = _visible_range(p, starts, rows)
