@@ -1,0 +1,80 @@
+"""The reference backend: attention written to be read and to be trusted, in fp64 for fp64 inputs.
+
+Schedules, each in a file of its own:
+
+- "eager" (the default): all scores written out in fp32, differentiable by autograd to any order. It can do all of the
+  contract and is the oracle that the others are judged by.
+- "standard": the baseline everybody compares with, S and P written out in the input dtype.
+- "kv_outer", "q_outer": the online softmax in the loop orders of FlashAttention-1 and FlashAttention-2, with the tiled
+  backward that recomputes P from the saved LSE. ``docs/maths.md`` derives them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attnworks.backends import Launcher
+from attnworks.backends.reference import eager, forms, standard, tiled
+from attnworks.errors import Verdict
+from attnworks.hardware import Hardware
+from attnworks.plan import Plan
+from attnworks.problem import Operands, Problem
+
+NAME = "reference"
+
+WRITTEN_OUT = {"eager": eager.attention, "standard": standard.attention}
+SCHEDULES = (*WRITTEN_OUT, *tiled.LOOPS)
+
+
+def verdict(problem: Problem, hardware: Hardware) -> Verdict:
+    return Verdict(NAME)
+
+
+def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
+    """Only the oracle: the other schedules are run by those who ask for them by name."""
+    return [Plan(NAME, "eager")]
+
+
+def check_plan(problem: Problem, plan: Plan) -> None:
+    if plan.schedule not in SCHEDULES:
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be one of {SCHEDULES} on backend 'reference'")
+    for name in ("split_kv", "isa"):
+        if getattr(plan, name):
+            raise ValueError(f"plan {name}: was {getattr(plan, name)!r}, but backend 'reference' has no such choice")
+    for name in ("tile_q", "tile_kv"):
+        size = getattr(plan, name)
+        if plan.schedule in WRITTEN_OUT and size:
+            raise ValueError(f"plan {name}: was {size}, must be 0 for schedule {plan.schedule!r}, which has no tiles")
+        if plan.schedule in tiled.LOOPS and not size:
+            raise ValueError(f"plan {name}: was 0, must be >= 1 for schedule {plan.schedule!r}")
+    if plan.schedule in tiled.LOOPS and problem.differentiable and any(t.kind == "function" for t in problem.scores):
+        raise ValueError(
+            f"plan schedule: was {plan.schedule!r}, must be one of {tuple(WRITTEN_OUT)} for a score function in a "
+            "differentiable call: the tiled backward does not know its derivative"
+        )
+
+
+def resources(problem: Problem, plan: Plan) -> dict[str, int]:
+    if plan.schedule in WRITTEN_OUT:
+        return {}
+    return {"tiles": tiled.tile_bytes(problem, plan.tile_q, plan.tile_kv)}
+
+
+def prepare(problem: Problem, plan: Plan) -> Launcher:
+    if plan.schedule in WRITTEN_OUT:
+        core: forms.Core = WRITTEN_OUT[plan.schedule]
+    else:
+        core = partial(tiled.attention, schedule=plan.schedule, tile_q=plan.tile_q, tile_kv=plan.tile_kv)
+    form = forms.FORMS[problem.form]
+    device = torch.device(problem.device).type
+
+    def launch(operands: Operands) -> tuple[Tensor, Tensor | None]:
+        # Autocast would turn the oracle's fp32 products into 16-bit ones.
+        with torch.autocast(device, enabled=False):
+            out, lse = form(core, problem, operands)
+        return out, lse if problem.return_lse else None
+
+    return launch
