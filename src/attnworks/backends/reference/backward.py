@@ -92,9 +92,6 @@ def through_modifiers(
 def backward(
     problem: Problem,
     o: Operands,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     out: Tensor,
     lse: Tensor,
     d_out: Tensor,
@@ -104,11 +101,13 @@ def backward(
     tile_q: int,
     tile_kv: int,
 ) -> Gradients:
-    """Gradients from those of out (batch, heads_q, seq_q, head_dim_v) and lse (batch, heads_q, seq_q).
+    """Gradients from those of out (batch, heads_q, seq_q, head_dim_v) and lse (batch, heads_q, seq_q), for one call of a
+    loop in ``online`` on the q, k and v of ``o``, in "bhsd".
 
     K and V tiles outer, so that dK and dV of a tile stay on chip; dQ is summed in slow memory. Sums are in fp32
     (fp64 for fp64). Score functions are not differentiated: ``check_plan`` refuses them.
     """
+    q, k, v = o.q, o.k, o.v
     compute = torch.promote_types(q.dtype, torch.float32)
     seq_q, seq_kv = q.shape[2], k.shape[2]
     d_q, d_k, d_v = (torch.zeros_like(x, dtype=compute) for x in (q, k, v))

@@ -16,7 +16,7 @@ from attnworks.problem import Operands, Problem
 def attention(
     problem: Problem, o: Operands, q: Tensor, k: Tensor, v: Tensor, first: int = 0
 ) -> tuple[Tensor, Tensor | None]:
-    """Shapes and results as for ``eager``, at the precision of q's dtype; the LSE only if asked for, as it takes a pass over S.
+    """Shapes and results as for ``eager``, at the precision of q's dtype. The LSE, one more pass, only if asked for.
 
     S is (batch, heads_q, seq_q, seq_kv). Query heads that share a KV head are rows of one product, so that K and V are
     not copied for each.

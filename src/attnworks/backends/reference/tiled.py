@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attnworks.backends.reference.backward import backward
 from attnworks.backends.reference.online import kv_outer, q_outer
@@ -29,13 +28,13 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) by the named loop order; shapes as for ``eager``.
 
-    Differentiable once by q, k, v and the score operands. Double backward, forward-mode AD and functorch's transforms
-    are refused by torch with an error; "eager" has them.
+    Differentiable once, by q, k, v and the score operands. A second derivative raises ``NotImplementedError``; so, in
+    torch's words, do forward-mode AD and functorch's transforms. "eager" has them all.
     """
     if not problem.differentiable:
         return LOOPS[schedule](problem, o, q, k, v, first, tile_q=tile_q, tile_kv=tile_kv)
-    tiles = {"tile_q": tile_q, "tile_kv": tile_kv}
-    result = _Tiled.apply(problem, o.mask, first, schedule, tiles, q, k, v, *o.scores)  # type: ignore[no-untyped-call]
+    static = _Static(problem, first, schedule, tile_q, tile_kv, len(o.mask))
+    result = _Tiled.apply(static, *o.mask, q, k, v, *o.scores)  # type: ignore[no-untyped-call]
     return cast("tuple[Tensor, Tensor]", result)
 
 
@@ -47,30 +46,51 @@ def tile_bytes(problem: Problem, tile_q: int, tile_kv: int) -> int:
     return compute * (inputs + tile_q * tile_kv + state)
 
 
+class _Static(NamedTuple):
+    """What a call passes to both directions beside its tensors, which are the mask's operands (``masks`` of them), q, k, v
+    and the scores' operands."""
+
+    problem: Problem
+    first: int
+    schedule: str
+    tile_q: int
+    tile_kv: int
+    masks: int
+
+    def operands(self, tensors: tuple[Tensor, ...]) -> Operands:
+        q, k, v, *scores = tensors[self.masks :]
+        return Operands(q, k, v, tensors[: self.masks], tuple(scores))
+
+
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        problem: Problem,
-        mask: tuple[Tensor, ...],
-        first: int,
-        schedule: str,
-        tiles: dict[str, int],
-        *tensors: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v, *scores = tensors
-        operands = Operands(q, k, v, mask, tuple(scores))
-        out, lse = LOOPS[schedule](problem, operands, q, k, v, first, **tiles)
-        ctx.save_for_backward(out, lse, *mask, *tensors)
-        ctx.static = problem, len(mask), first, tiles
+    def forward(ctx: Any, static: _Static, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        o = static.operands(tensors)
+        loop = LOOPS[static.schedule]
+        out, lse = loop(static.problem, o, o.q, o.k, o.v, static.first, tile_q=static.tile_q, tile_kv=static.tile_kv)
+        ctx.save_for_backward(out, lse, *tensors)
+        ctx.static = static
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
-        problem, masks, first, tiles = ctx.static
-        out, lse, *rest = ctx.saved_tensors
-        q, k, v, *scores = rest[masks:]
-        operands = Operands(q, k, v, tuple(rest[:masks]), tuple(scores))
-        d = backward(problem, operands, q, k, v, out, lse, d_out, d_lse, first, **tiles)
-        return None, None, None, None, None, d.q, d.k, d.v, *d.scores
+        out, lse, *tensors = ctx.saved_tensors
+        gradients = _TiledBackward.apply(ctx.static, d_out, d_lse, out, lse, *tensors)  # type: ignore[no-untyped-call]
+        return (None, *[None] * ctx.static.masks, *gradients)
+
+
+class _TiledBackward(torch.autograd.Function):
+    """The backward as a function of all it reads, so that torch knows what its result depends on. Differentiated again
+    it raises; ``once_differentiable`` gives a silent zero where the cotangent itself needs no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, static: _Static, d_out: Tensor, d_lse: Tensor, out: Tensor, lse: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        o, tiles = static.operands(tensors), {"tile_q": static.tile_q, "tile_kv": static.tile_kv}
+        d = backward(static.problem, o, out, lse, d_out, d_lse, static.first, **tiles)
+        return d.q, d.k, d.v, *d.scores
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> None:
+        raise NotImplementedError("the tiled backward has no derivative of its own: use schedule 'eager'")
