@@ -101,10 +101,9 @@ def backward(
     tile_q: int,
     tile_kv: int,
 ) -> Gradients:
-    """Gradients from those of out (batch, heads_q, seq_q, head_dim_v) and lse (batch, heads_q, seq_q), for one call of a
-    loop in ``online`` on the q, k and v of ``o``, in "bhsd".
+    """Gradients from those of out (batch, heads_q, seq_q, head_dim_v) and lse (batch, heads_q, seq_q).
 
-    K and V tiles outer, so that dK and dV of a tile stay on chip; dQ is summed in slow memory. Sums are in fp32
+    ``out`` and ``lse`` are what a loop of ``online`` gave for the same problem on ``o``'s q, k and v, in "bhsd". K and V tiles outer, so that dK and dV of a tile stay on chip; dQ is summed in slow memory. Sums are in fp32
     (fp64 for fp64). Score functions are not differentiated: ``check_plan`` refuses them.
     """
     q, k, v = o.q, o.k, o.v
