@@ -47,8 +47,8 @@ def tile_bytes(problem: Problem, tile_q: int, tile_kv: int) -> int:
 
 
 class _Static(NamedTuple):
-    """What a call passes to both directions beside its tensors: the mask's operands (``masks`` of them), q, k, v and the
-    scores' operands."""
+    """What a call passes to both directions beside its tensors: the mask's operands (``masks`` of them), q, k, v and
+    the scores' operands."""
 
     problem: Problem
     first: int
