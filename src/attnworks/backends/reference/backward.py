@@ -103,9 +103,9 @@ def backward(
 ) -> Gradients:
     """Gradients from those of out (batch, heads_q, seq_q, head_dim_v) and lse (batch, heads_q, seq_q).
 
-    ``out`` and ``lse`` are what a loop of ``online`` gave for the same problem on ``o``'s q, k and v, in "bhsd". K and V
-    tiles outer, so that dK and dV of a tile stay on chip; dQ is summed in slow memory. Sums are in fp32 (fp64 for fp64).
-    Score functions are not differentiated: ``check_plan`` refuses them.
+    ``out`` and ``lse`` are what a loop of ``online`` gave for the same problem on ``o``'s q, k and v, in "bhsd". K and
+    V tiles outer, so that dK and dV of a tile stay on chip; dQ is summed in slow memory. Sums are in fp32 (fp64 for
+    fp64). Score functions are not differentiated: ``check_plan`` refuses them.
     """
     q, k, v = o.q, o.k, o.v
     compute = torch.promote_types(q.dtype, torch.float32)

@@ -15,7 +15,7 @@ def attention(problem: Problem, o: Operands, q: Tensor, k: Tensor, v: Tensor, fi
     ``first``: the sequence of the problem that is batch 0 of q. Returns out in q's dtype and the LSE (batch, heads_q,
     seq_q) in the dtype it computes in. Backward, double backward, forward-mode AD and vmap are torch's own.
     """
-    compute = torch.promote_types(q.dtype, torch.float32)
+    dtype, compute = q.dtype, torch.promote_types(q.dtype, torch.float32)
     batch, heads_q, seq_q, _ = q.shape
     seq_kv = k.shape[2]
     q = q.to(compute)
@@ -44,4 +44,4 @@ def attention(problem: Problem, o: Operands, q: Tensor, k: Tensor, v: Tensor, fi
     safe_total = torch.where(total == 0, 1, total)
     out = torch.where(top == -torch.inf, 0, (weights / safe_total) @ v)
     lse = torch.where(total == 0, -torch.inf, pivot + torch.log(safe_total))
-    return out.to(q.dtype), lse.squeeze(-1)
+    return out.to(dtype), lse.squeeze(-1)
