@@ -1,0 +1,269 @@
+"""The five functions' own contract: results, layouts, the LSE, gradients, prepared calls. Values on every backend."""
+
+import gc
+import inspect
+import math
+import weakref
+
+import pytest
+import torch
+
+import attnworks
+from attnworks import (
+    Bias,
+    Causal,
+    Sink,
+    Softcap,
+    UnsupportedError,
+    Window,
+    api,
+    attention,
+    attention_decode,
+    attention_varlen,
+    explain,
+)
+from helpers import assert_close, causal, dense_oracle, or_skip, oracle, randn
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def test_the_public_names_fit_one_screen():
+    assert sorted(attnworks.__all__) == attnworks.__all__
+    assert all(hasattr(attnworks, name) for name in attnworks.__all__)
+    assert len(attnworks.__all__) <= 24
+
+
+def test_siblings_take_the_same_options_with_the_same_defaults():
+    base = inspect.signature(attention).parameters
+    for sibling, lacks in (
+        (attention_varlen, {"layout"}),
+        (attention_decode, {"layout", "deterministic"}),
+        (explain, set()),
+    ):
+        theirs = inspect.signature(sibling).parameters
+        for name, parameter in base.items():
+            if name not in {"q", "k", "v"} | lacks:
+                assert theirs[name].default == parameter.default, (sibling.__name__, name)
+                assert theirs[name].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_four_keys_and_two_channels_by_hand(backend):
+    """Q Kᵀ = [0, ln 2, ln 4, ln 8] at scale 1: probabilities 1/15, 2/15, 4/15, 8/15."""
+    ln2 = math.log(2)
+    q = torch.tensor([[1.0, 0.0]]).view(1, 1, 1, 2)
+    k = torch.tensor([[0.0, 9.0], [ln2, -9.0], [2 * ln2, 5.0], [3 * ln2, 1.0]]).view(1, 1, 4, 2)
+    v = torch.tensor([[15.0, 0.0], [0.0, 15.0], [15.0, 15.0], [-15.0, 30.0]]).view(1, 1, 4, 2)
+    out, lse = or_skip(attention, q, k, v, scale=1.0, return_lse=True, backend=backend)
+    assert_close(out.flatten(), torch.tensor([1 + 4 - 8, 2 + 4 + 16]))
+    assert_close(lse.flatten(), torch.tensor([math.log(15)]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)])
+def test_values_in_both_layouts_and_all_dtypes(backend, dtype, layout, heads):
+    q, k = randn(2, heads[0], 5, 8, dtype=dtype), randn(2, heads[1], 7, 8, dtype=dtype)
+    v = randn(2, heads[1], 7, 12, dtype=dtype)
+    expected, expected_lse = dense_oracle(q, k, v, causal(5, 7))
+    given = (q, k, v) if layout == "bhsd" else tuple(x.transpose(1, 2) for x in (q, k, v))
+    out, lse = or_skip(attention, *given, mask=Causal(), layout=layout, return_lse=True, backend=backend)
+    assert out.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_close(out if layout == "bhsd" else out.transpose(1, 2), expected)
+    assert_close(lse, expected_lse, torch.promote_types(dtype, torch.float32))
+
+
+def test_without_return_lse_the_result_is_the_same_out(backend):
+    q = randn(1, 2, 9, 8)
+    alone = attention(q, q, q, backend=backend)
+    assert torch.equal(alone, attention(q, q, q, return_lse=True, backend=backend)[0])
+
+
+def test_scale_is_used_as_given(backend):
+    q, k, v = randn(1, 1, 3, 8), randn(1, 1, 4, 8), randn(1, 1, 4, 8)
+    for scale in (0.0, 1, -0.5, 3.0):
+        assert_close(attention(q, k, v, scale=scale, backend=backend), dense_oracle(q, k, v, scale=scale)[0])
+
+
+@pytest.mark.parametrize("align", ["bottom-right", "top-left"])
+@pytest.mark.parametrize("sizes", [(5, 9), (9, 5), (4, 4), (1, 8), (8, 1)])
+def test_masks_by_their_definition(backend, align, sizes):
+    seq_q, seq_kv = sizes
+    shift = seq_kv - seq_q if align == "bottom-right" else 0
+    q, k, v = randn(1, 1, seq_q, 8), randn(1, 1, seq_kv, 8), randn(1, 1, seq_kv, 8)
+    for mask, left, right in (
+        (Causal(align), 99, 0),
+        (Window(2, 0, align), 2, 0),
+        (Window(None, 1, align), 99, 1),
+        (Window(0, None, align), 0, 99),
+        (Window(1, 1, align) & Causal(align), 1, 0),
+    ):
+        out, lse = attention(q, k, v, mask=mask, return_lse=True, backend=backend)
+        expected = dense_oracle(q, k, v, lambda i, j, n=left, m=right: i + shift - n <= j <= i + shift + m)
+        assert_close(out, expected[0])
+        assert_close(lse, expected[1])
+
+
+def test_varlen_equals_each_sequence_by_itself(backend):
+    lens_q, lens_kv = [3, 0, 5, 1], [4, 2, 0, 6]
+    cu_q, cu_kv = (torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_kv))
+    q, k, v = randn(sum(lens_q), 4, 8), randn(sum(lens_kv), 2, 8), randn(sum(lens_kv), 2, 6)
+    out, lse = attention_varlen(
+        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, mask=Causal(), return_lse=True, backend=backend
+    )
+    assert lse.shape == (4, sum(lens_q))
+    for b in range(4):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_kv[b], cu_kv[b + 1])
+        for h in range(4):
+            expected = oracle(q[rows, h], k[keys, h // 2], v[keys, h // 2], causal(lens_q[b], lens_kv[b]))
+            assert_close(out[rows, h], expected[0])
+            assert_close(lse[h, rows], expected[1])
+
+
+@pytest.mark.parametrize("seq_q", [1, 3])
+@pytest.mark.parametrize("page_size", [0, 1, 4, 7])
+def test_decode_equals_attention_over_the_used_keys(backend, seq_q, page_size):
+    lens = [1, 14, 0, 6]
+    q, k, v = randn(4, seq_q, 4, 8), randn(4, 14, 2, 8), randn(4, 14, 2, 6)
+    k_cache, v_cache, table = k, v, None
+    if page_size:
+        pages = -(-14 // page_size)
+        table = torch.randperm(4 * pages).view(4, pages).int()
+        padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pages * page_size - 14)) for x in (k, v)]
+        k_cache, v_cache = (torch.empty(4 * pages, page_size, *x.shape[2:]) for x in padded)
+        k_cache[table.long()] = padded[0].view(4, pages, page_size, 2, 8)
+        v_cache[table.long()] = padded[1].view(4, pages, page_size, 2, 6)
+    for mask, visible in ((None, None), (Causal(), causal)):
+        out, lse = or_skip(
+            attention_decode,
+            q,
+            k_cache,
+            v_cache,
+            kv_lens=torch.tensor(lens),
+            page_table=table,
+            mask=mask,
+            return_lse=True,
+            backend=backend,
+        )
+        assert out.shape == (4, seq_q, 4, 6)
+        assert lse.shape == (4, 4, seq_q)
+        for b, n in enumerate(lens):
+            for h in range(4):
+                sees = visible(seq_q, n) if visible else None
+                expected = oracle(q[b, :, h], k[b, :n, h // 2], v[b, :n, h // 2], sees)
+                assert_close(out[b, :, h], expected[0])
+                assert_close(lse[b, h], expected[1])
+
+
+def test_inputs_are_left_as_they_were(backend):
+    q, k, v = randn(1, 2, 6, 8), randn(1, 2, 6, 8), randn(1, 2, 6, 8)
+    before = [x.clone() for x in (q, k, v)]
+    attention(q, k, v, mask=Causal(), backend=backend)
+    assert all(torch.equal(x, old) for x, old in zip((q, k, v), before, strict=True))
+
+
+def test_repeats_are_bitwise_equal(backend):
+    q, k, v = randn(2, 4, 130, 16), randn(2, 2, 700, 16), randn(2, 2, 700, 16)
+    first = attention(q, k, v, mask=Causal(), return_lse=True, backend=backend)
+    for _ in range(20):
+        again = attention(q, k, v, mask=Causal(), return_lse=True, backend=backend)
+        assert torch.equal(first[0], again[0])
+        assert torch.equal(first[1], again[1])
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("needs", range(1, 32))
+def test_gradients_for_every_subset_of_inputs(needs):
+    """gradcheck in fp64: q, k, v, bias and sink by each subset that requires grad, out and LSE both differentiated."""
+    shapes = ((1, 2, 3, 4), (1, 1, 5, 4), (1, 1, 5, 3), (1, 2, 3, 5), (2,))
+    tensors = [randn(*shape).double().requires_grad_(bool(needs >> i & 1)) for i, shape in enumerate(shapes)]
+
+    def call(q, k, v, bias, sink):
+        return attention(q, k, v, mask=Causal(), scores=(Bias(bias), Sink(sink)), return_lse=True)
+
+    assert torch.autograd.gradcheck(call, tensors)
+
+
+def test_auto_differentiates_where_the_native_backend_refuses():
+    q = randn(1, 1, 4, 8).requires_grad_()
+    with pytest.raises(UnsupportedError, match="no backward yet"):
+        attention(q, q, q, backend="cpu")
+    attention(q, q, q).sum().backward()
+    assert q.grad is not None
+    assert q.grad.isfinite().all()
+
+
+def test_second_order_forward_mode_and_vmap():
+    q, k, v = (randn(1, 1, 3, 4).double().requires_grad_() for _ in "qkv")
+    assert torch.autograd.gradgradcheck(attention, (q, k, v))
+    with torch.no_grad():
+        tangent = torch.func.jvp(lambda x: attention(x, k, v), (q,), (torch.ones_like(q),))[1]
+        step = (attention(q + 1e-6, k, v) - attention(q - 1e-6, k, v)) / 2e-6
+        torch.testing.assert_close(tangent, step, atol=1e-8, rtol=1e-6)
+        batched = randn(3, 1, 1, 3, 4).double()
+        looped = torch.stack([attention(x, k, v) for x in batched])
+        torch.testing.assert_close(torch.func.vmap(lambda x: attention(x, k, v))(batched), looped)
+
+
+# ---- prepared calls --------------------------------------------------------------------------------------------------
+
+
+def test_a_prepared_call_is_used_again_only_for_the_same_question():
+    api._PREPARED.clear()
+    q, other = randn(1, 1, 4, 8), randn(1, 1, 5, 8)
+    attention(q, q, q)
+    attention(q + 1, q, q)
+    assert len(api._PREPARED) == 1
+    for change in (
+        {"mask": Causal()},
+        {"mask": Causal("top-left")},
+        {"scale": 1.0},
+        {"return_lse": True},
+        {"layout": "bshd"},
+        {"backend": "reference"},
+        {"scores": (Softcap(3.0),)},
+    ):
+        before = len(api._PREPARED)
+        attention(q, q, q, **change)
+        assert len(api._PREPARED) == before + 1, change
+    attention(other, q, q)
+    attention(q.transpose(2, 3).contiguous().transpose(2, 3)[:, :, :, :4], q[..., :4], q)
+
+
+def test_the_number_of_prepared_calls_is_bounded(monkeypatch):
+    monkeypatch.setattr(api, "_PREPARED_LIMIT", 8)
+    for n in range(1, 30):
+        q = randn(1, 1, n, 4)
+        attention(q, q, q)
+        assert len(api._PREPARED) <= max(8, 1)
+
+
+def test_prepared_calls_keep_no_tensor_and_no_user_function_alive():
+    class Captured:
+        pass
+
+    def call():
+        q, bias, captured = randn(1, 1, 4, 8), randn(4, 4), Captured()
+        attention(q, q, q, scores=(Bias(bias), lambda s, b, h, q, k: s + 0 * len(str(captured))))
+        attention(q, q, q, mask=lambda b, h, q, k: (k <= q) & (captured is not None))
+        return [weakref.ref(x) for x in (q, bias, captured)]
+
+    references = call()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None, None]
+
+
+def test_memory_does_not_grow_from_call_to_call(backend):
+    """Objects alive after a thousand calls are those alive after a hundred; freed results leave no tensor behind."""
+    q = randn(1, 2, 9, 8)
+
+    def run(calls):
+        for _ in range(calls):
+            attention(q, q, q, mask=Causal(), return_lse=True, backend=backend)
+        gc.collect()
+        return len(gc.get_objects())
+
+    run(100)
+    assert run(1000) - run(100) <= 10
