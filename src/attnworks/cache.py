@@ -171,7 +171,7 @@ def decode_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: object
             raise ValueError("k_cache: had page_size 0, must have page_size >= 1")
         capacity = page_table.shape[1] * page_size
     check_heads(heads_q, k_cache.shape[2])
-    check_head_dims(head_dim, v_cache.shape[3])
+    check_head_dims(head_dim, v_cache.shape[3], "v_cache")
     return Sizes(batch, heads_q, k_cache.shape[2], seq_q, capacity, head_dim, v_cache.shape[3]), page_size
 
 

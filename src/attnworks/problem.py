@@ -184,8 +184,8 @@ def check_heads(heads_q: int, heads_kv: int) -> None:
         raise ValueError(f"q: had {heads_q} heads, must have a multiple of the {heads_kv} heads of k and v")
 
 
-def check_head_dims(head_dim: int, head_dim_v: int) -> None:
-    for name, owner, size in (("head_dim", "q", head_dim), ("head_dim_v", "v", head_dim_v)):
+def check_head_dims(head_dim: int, head_dim_v: int, owner_v: str = "v") -> None:
+    for name, owner, size in (("head_dim", "q", head_dim), ("head_dim_v", owner_v, head_dim_v)):
         if size < 1:
             raise ValueError(f"{owner}: had {name} 0, must be at least 1")
 
