@@ -31,7 +31,7 @@ MASKS: dict[str, Any] = {
     "full": None,
     "causal": Causal(),
     "window": Window(1, 0),
-    "empty rows": torch.arange(12).view(4, 3) % 5 < torch.tensor([[3], [0], [2], [5]]),
+    "empty rows": torch.tensor([[1, 0, 1], [0, 0, 0], [0, 1, 1]], dtype=torch.bool),
 }
 
 
@@ -39,7 +39,7 @@ MASKS: dict[str, Any] = {
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kind", SCORES)
 def test_gradcheck(plan: Plan, mask: str, kind: str) -> None:
-    qkv = inputs(batch=1, heads_q=2, heads_kv=1, seq_q=4, seq_kv=3, dim=2, dim_v=3)
+    qkv = inputs(batch=1, heads_q=2, heads_kv=1, seq_q=3, seq_kv=3, dim=2, dim_v=1)
     operands = (torch.randn(1, 2, 1, 3, dtype=f64), torch.randn(2, dtype=f64), torch.rand(1, 2, dtype=f64))
 
     def call(q: Tensor, k: Tensor, v: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,18 +73,18 @@ def test_gradients_for_every_subset(plan: Plan, needs: int) -> None:
             assert_close(got, expected)
 
 
-EVERYTHING: Any = {"mask": Causal(), "scores": (Softcap(3.0), Sink(torch.zeros(4, dtype=f64)))}
+EVERYTHING: Any = {"mask": Causal(), "scores": (Softcap(3.0), Sink(torch.zeros(2, dtype=f64)))}
 
 
 @schedules(EAGER, STANDARD)
 def test_double_backward(plan: Plan) -> None:
-    q, k, v = inputs(batch=1, seq_q=3, seq_kv=3)
+    q, k, v = inputs(batch=1, heads_q=2, heads_kv=1, seq_q=3, seq_kv=3, dim=2, dim_v=2)
     assert torch.autograd.gradgradcheck(lambda *x: run(*x, plan=plan, **EVERYTHING), with_grad(q, k, v))
 
 
 @schedules(EAGER, STANDARD)
 def test_forward_mode(plan: Plan) -> None:
-    q, k, v = inputs(batch=1)
+    q, k, v = inputs(batch=1, heads_q=2)
     tangents = tuple(torch.randn_like(x) for x in (q, k, v))
     _, (d_out, d_lse) = torch.func.jvp(lambda *x: run(*x, plan=plan, **EVERYTHING), (q, k, v), tangents)
     step = 1e-6

@@ -24,7 +24,7 @@ def attention(
     k, v = k.to(q.dtype), v.to(q.dtype)  # a quantised cache arrives in fp32
     scores = write_scores(problem, o, q, k, first)
     probs, lse = write_probs(problem, o, scores)
-    out = torch.matmul(_group_rows(probs, problem), v)
+    out = _group_rows(probs, problem) @ v
     return out.reshape(*q.shape[:3], v.shape[-1]), lse
 
 
@@ -32,10 +32,8 @@ def write_scores(problem: Problem, o: Operands, q: Tensor, k: Tensor, first: int
     """S = scale · Q Kᵀ, modified and masked."""
     batch, heads_q, seq_q, _ = q.shape
     seq_kv = k.shape[2]
-    rows = _group_rows(q, problem)
-    product = torch.baddbmm(
-        q.new_zeros(()), rows.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=0, alpha=problem.scale
-    )
+    # Scaling Q costs a pass over N·d numbers, scaling S one over N².
+    product = _group_rows(problem.scale * q, problem) @ k.transpose(-1, -2)
     scores = product.reshape(batch, heads_q, seq_q, seq_kv)
     if not problem.mask and not problem.scores:
         return scores
