@@ -123,6 +123,22 @@ ATTNWORKS_INLINE void store_from_float_n(float* p, Vec x, int n) {
   store_n(p, x, n);
 }
 
+ATTNWORKS_INLINE void load_even_odd(const bf16* p, Vec& a, Vec& b) {
+  const __m256i x = _mm256_loadu_si256((const __m256i*)p);
+  a = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
+  b = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
+}
+ATTNWORKS_INLINE void load_even_odd_n(const bf16* p, int n, Vec& a, Vec& b) {
+  bf16 whole[2 * W] = {};
+  memcpy(whole, p, n * sizeof(bf16));
+  load_even_odd(whole, a, b);
+}
+ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {
+  const Vec lo = _mm256_unpacklo_ps(a, b), hi = _mm256_unpackhi_ps(a, b);
+  a = _mm256_permute2f128_ps(lo, hi, 0x20);
+  b = _mm256_permute2f128_ps(lo, hi, 0x31);
+}
+
 ATTNWORKS_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 Vec dot_bf16(Vec acc, Vec pairs_a, Vec pairs_b);  // see generic.h: declared only

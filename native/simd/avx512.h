@@ -133,6 +133,21 @@ ATTNWORKS_INLINE void store_from_float_n(float* p, Vec x, int n) {
   store_n(p, x, n);
 }
 
+ATTNWORKS_INLINE void split_even_odd(__m512i x, Vec& a, Vec& b) {
+  a = _mm512_castsi512_ps(_mm512_slli_epi32(x, 16));
+  b = _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32((int)0xffff0000)));
+}
+ATTNWORKS_INLINE void load_even_odd(const bf16* p, Vec& a, Vec& b) { split_even_odd(_mm512_loadu_si512(p), a, b); }
+ATTNWORKS_INLINE void load_even_odd_n(const bf16* p, int n, Vec& a, Vec& b) {
+  split_even_odd(_mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), p), a, b);
+}
+ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const Vec x = a;
+  a = _mm512_permutex2var_ps(x, first, b);
+  b = _mm512_permutex2var_ps(x, _mm512_add_epi32(first, _mm512_set1_epi32(8)), b);
+}
+
 ATTNWORKS_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 #ifdef ATTNWORKS_AVX512_BF16

@@ -135,6 +135,28 @@ ATTNWORKS_INLINE void store_from_float(T* p, Vec x) {
   store_from_float_n(p, x, W);
 }
 
+// For 16-bit floats it is cheaper to take neighbours apart than to widen them in order: a = elements 0, 2, 4, …, b = 1, 3, 5, … of 2W.
+ATTNWORKS_INLINE void load_even_odd(const bf16* p, Vec& a, Vec& b) {
+  for (int i = 0; i < W; i++) {
+    a[i] = to_float(p[2 * i]);
+    b[i] = to_float(p[2 * i + 1]);
+  }
+}
+ATTNWORKS_INLINE void load_even_odd_n(const bf16* p, int n, Vec& a, Vec& b) {  // n <= 2W elements, the rest 0
+  bf16 whole[2 * W] = {};
+  memcpy(whole, p, n * sizeof(bf16));
+  load_even_odd(whole, a, b);
+}
+ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {  // (even, odd) -> (first W, last W)
+  Vec first, last;
+  for (int i = 0; i < W; i++) {
+    first[i] = (i % 2 ? b : a)[i / 2];
+    last[i] = (i % 2 ? b : a)[(W + i) / 2];
+  }
+  a = first;
+  b = last;
+}
+
 ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into L2
 
 // Only where HAS_BF16_DOT (here declared, so that `if constexpr` branches parse; never defined):

@@ -95,6 +95,22 @@ ATTNWORKS_INLINE void store_from_float_n(T* p, Vec x, int n) {
   memcpy(p, whole, n * sizeof(T));
 }
 
+ATTNWORKS_INLINE void load_even_odd(const bf16* p, Vec& a, Vec& b) {
+  const uint32x4_t x = vreinterpretq_u32_u16(vld1q_u16((const uint16_t*)p));
+  a = vreinterpretq_f32_u32(vshlq_n_u32(x, 16));
+  b = vreinterpretq_f32_u32(vandq_u32(x, vdupq_n_u32(0xffff0000)));
+}
+ATTNWORKS_INLINE void load_even_odd_n(const bf16* p, int n, Vec& a, Vec& b) {
+  bf16 whole[2 * W] = {};
+  memcpy(whole, p, n * sizeof(bf16));
+  load_even_odd(whole, a, b);
+}
+ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {
+  const float32x4x2_t x = vzipq_f32(a, b);
+  a = x.val[0];
+  b = x.val[1];
+}
+
 ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 Vec dot_bf16(Vec acc, Vec pairs_a, Vec pairs_b);  // see generic.h: declared only

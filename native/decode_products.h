@@ -1,0 +1,262 @@
+// The two products of decode and the softmax between them, for a block of at most BLOCK_KEYS keys whose rows may lie anywhere (a page ends
+// where it likes), and R query rows: every element of K and V that is loaded meets all R of them.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "exp2.h"
+
+namespace attnworks::ATTNWORKS_ISA {
+
+constexpr int BLOCK_ROWS = W >= 16 ? 8 : 4;  // most rows that share the registers of a product
+constexpr int SUMS = W >= 16 ? W : 8;        // accumulating registers of a product: enough to hide the latency of an FMA
+constexpr int BLOCK_KEYS = 128;              // most keys between two updates of running_max
+constexpr int STEP = 2 * W;                  // elements of a row that are loaded at once
+static_assert(SUMS % W == 0 && BLOCK_KEYS % STEP == 0 && SUMS / BLOCK_ROWS >= 2);
+
+// A step enters a product as two Vecs of floats, or as one of bf16 pairs where the CPU multiplies those.
+template <typename T>
+constexpr bool PAIRS = false;
+template <>
+constexpr bool PAIRS<bf16> = HAS_BF16_DOT;
+template <typename T>
+constexpr bool EVEN_ODD = false;
+template <>
+constexpr bool EVEN_ODD<bf16> = !HAS_BF16_DOT;
+template <typename T>
+constexpr int VECS = PAIRS<T> ? 1 : 2;
+
+// bf16 comes apart into even and odd elements, whatever meets it must be in that order: q is, and acc is put right at the end.
+template <typename T>
+ATTNWORKS_INLINE void load_step(const T* p, Vec* x) {
+  x[0] = load_as_float(p);
+  x[1] = load_as_float(p + W);
+}
+ATTNWORKS_INLINE void load_step(const bf16* p, Vec* x) {
+  if constexpr (HAS_BF16_DOT)
+    x[0] = load_pairs(p);
+  else
+    load_even_odd(p, x[0], x[1]);
+}
+// The first n elements of a step, the rest 0.
+template <typename T>
+ATTNWORKS_INLINE void load_step_n(const T* p, int n, Vec* x) {
+  x[0] = load_as_float_n(p, n < W ? n : W);
+  x[1] = n > W ? load_as_float_n(p + W, n - W) : zero();
+}
+ATTNWORKS_INLINE void load_step_n(const bf16* p, int n, Vec* x) {
+  if constexpr (HAS_BF16_DOT)
+    x[0] = load_pairs_n(p, n);
+  else
+    load_even_odd_n(p, n, x[0], x[1]);
+}
+template <typename T>
+ATTNWORKS_INLINE Vec multiply_add(Vec a, Vec b, Vec sum) {
+  if constexpr (PAIRS<T>)
+    return dot_bf16(sum, a, b);
+  else
+    return fma(a, b, sum);
+}
+
+ATTNWORKS_INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+ATTNWORKS_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+ATTNWORKS_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+ATTNWORKS_INLINE int64_t clamp(int64_t x, int64_t least, int64_t most) { return smaller(larger(x, least), most); }
+
+// Rows to fetch into L2, a cache line at a time and in order, spread evenly over the arithmetic on the rows before them. The hardware's
+// prefetchers stop at every page and see too many streams.
+struct Ahead {
+  const void *const *row = nullptr, *const *end = nullptr;
+  int64_t bytes = 0, offset = 0;  // of one row
+
+  Ahead() = default;
+  template <typename T>
+  Ahead(const T* const* rows, int count, int64_t columns)
+      : row((const void* const*)rows), end(row + count), bytes(columns * (int64_t)sizeof(T)) {}
+
+  template <int LINES>
+  __attribute__((always_inline)) void step() {
+#pragma GCC unroll 8
+    for (int i = 0; i < LINES; i++) {
+      if (row == end) return;
+      prefetch((const char*)*row + offset);
+      offset += 64;
+      if (offset >= bytes) {
+        offset = 0;
+        row++;
+      }
+    }
+  }
+};
+// Lines to fetch while `bytes` bytes are consumed.
+constexpr int lines(int64_t bytes) { return bytes < 64 ? 1 : (int)(bytes / 64); }
+
+// scores[r][j] = factor * q[r] . keys[j] for R rows. Writes up to a multiple of SUMS / R keys.
+template <typename T, int R>
+static void score_block(const float* q, int64_t q_stride, const T* const* keys, int count, int64_t head_dim, float factor,
+                        float (*scores)[BLOCK_KEYS], Ahead ahead) {
+  constexpr int KEYS = SUMS / R;
+  for (int j = 0; j < count; j += KEYS) {
+    Vec sums[SUMS / W][W];  // sum number r * KEYS + i belongs to row r and key j + i
+#pragma GCC unroll 16
+    for (int n = 0; n < SUMS; n++) sums[n / W][n % W] = zero();
+    const auto accumulate = [&](const Vec (&key)[KEYS][VECS<T>], const float* query) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS<T>; v++) {
+          const Vec x = load(query + r * q_stride + v * W);
+#pragma GCC unroll 16
+          for (int i = 0; i < KEYS; i++) {
+            Vec& sum = sums[(r * KEYS + i) / W][(r * KEYS + i) % W];
+            sum = multiply_add<T>(x, key[i][v], sum);
+          }
+        }
+    };
+    Vec key[KEYS][VECS<T>];
+    const float* query = q;
+    int64_t d = 0;
+    for (; d + STEP <= head_dim; d += STEP, query += VECS<T> * W) {
+      ahead.step<lines(KEYS * STEP * sizeof(T))>();
+#pragma GCC unroll 16
+      for (int i = 0; i < KEYS; i++) load_step(keys[j + i] + d, key[i]);
+      accumulate(key, query);
+    }
+    if (d < head_dim) {
+#pragma GCC unroll 16
+      for (int i = 0; i < KEYS; i++) load_step_n(keys[j + i] + d, (int)(head_dim - d), key[i]);
+      accumulate(key, query);
+    }
+    float totals[SUMS];
+#pragma GCC unroll 2
+    for (int n = 0; n < SUMS / W; n++) store(totals + n * W, mul(set1(factor), reduce_add_all(sums[n])));
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) memcpy(&scores[r][j], totals + r * KEYS, KEYS * sizeof(float));
+  }
+}
+// The same for one row: key after key, in the order of memory, which the hardware's prefetchers follow best.
+template <typename T>
+static void score_row(const float* q, const T* const* keys, int count, int64_t head_dim, float factor, float* scores, Ahead ahead) {
+  for (int first = 0; first < count; first += W) {
+    Vec sums[W];
+#pragma GCC unroll 1
+    for (int i = 0; i < W; i++) {
+      const T* key = keys[first + i];
+      Vec x[2 * VECS<T>], parts[2 * VECS<T>];
+#pragma GCC unroll 4
+      for (int v = 0; v < 2 * VECS<T>; v++) parts[v] = zero();
+      const float* query = q;
+      int64_t d = 0;
+      for (; d + 2 * STEP <= head_dim; d += 2 * STEP, query += 2 * VECS<T> * W) {
+        ahead.step<lines(2 * STEP * sizeof(T))>();
+        load_step(key + d, x);
+        load_step(key + d + STEP, x + VECS<T>);
+#pragma GCC unroll 4
+        for (int v = 0; v < 2 * VECS<T>; v++) parts[v] = multiply_add<T>(load(query + v * W), x[v], parts[v]);
+      }
+      for (; d < head_dim; d += STEP, query += VECS<T> * W) {
+        load_step_n(key + d, (int)smaller(head_dim - d, STEP), x);
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS<T>; v++) parts[v] = multiply_add<T>(load(query + v * W), x[v], parts[v]);
+      }
+      sums[i] = parts[0];
+#pragma GCC unroll 4
+      for (int v = 1; v < 2 * VECS<T>; v++) sums[i] = add(sums[i], parts[v]);
+    }
+    store(scores + first, mul(set1(factor), reduce_add_all(sums)));
+  }
+}
+
+// Turns the scores of one row into probs (pairs of bf16 if PAIRS) and updates its statistics. Only keys [begin, end) are visible; probs
+// are written up to the next multiple of 2W after `count`. Returns the factor for what was accumulated before.
+template <typename T>
+static float softmax_block(float* scores, int count, int begin, int end, float& running_max, float& running_sum) {
+  const int padded = (int)round_up(count, 2 * W);
+  for (int j = 0; j < begin; j++) scores[j] = -INFINITY;
+  for (int j = end; j < padded; j++) scores[j] = -INFINITY;
+  Vec most = load(scores);
+  for (int j = W; j < padded; j += W) most = max(most, load(scores + j));
+  // A NaN may get lost in a maximum, but not in the probs: so "nothing seen yet" is running_sum == 0, never a maximum of -inf.
+  const float block_max = reduce_max(most), before = running_max;
+  running_max = block_max > before ? block_max : before;
+  const float shift = running_max == -INFINITY ? 0.f : running_max;
+  Vec sum0 = zero(), sum1 = zero();
+  for (int j = 0; j < padded; j += 2 * W) {
+    const Vec probs0 = exp2<5>(sub(load(scores + j), set1(shift)));
+    const Vec probs1 = exp2<5>(sub(load(scores + j + W), set1(shift)));
+    sum0 = add(sum0, probs0);
+    sum1 = add(sum1, probs1);
+    if constexpr (PAIRS<T>) {
+      store(scores + j / 2, pack_bf16(probs0, probs1));
+    } else {
+      store(scores + j, probs0);
+      store(scores + j + W, probs1);
+    }
+  }
+  const float rescale = exp2_scalar(before - shift);
+  running_sum = running_sum * rescale + reduce_add(add(sum0, sum1));
+  return rescale;
+}
+
+// acc[r] += sum over j of probs[r][j] * values[j], for N Vecs of columns (the first `columns` <= N * W of them, N = 2 if fewer).
+template <typename T, int R, int N>
+ATTNWORKS_INLINE void weigh_columns(const float* probs, const T* const* values, int count, int64_t column, int columns, float* acc,
+                                    int64_t acc_stride, Ahead& ahead) {
+  constexpr int ROWS = PAIRS<T> ? 2 : 1, UNROLL = 4;  // rows of V in a product, products between two looks at the loop's end
+  Vec sums[R][N];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) sums[r][i] = load(acc + r * acc_stride + column + i * W);
+  const auto accumulate = [&](int j) __attribute__((always_inline)) {
+    Vec value[N];
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i += 2) {
+      const T* row = values[j] + column + i * W;
+      if constexpr (PAIRS<T>) {
+        const T* row1 = values[j + 1] + column + i * W;
+        if (columns == N * W)
+          interleave_bf16(load_pairs(row), load_pairs(row1), value[i], value[i + 1]);
+        else
+          interleave_bf16(load_pairs_n(row, columns), load_pairs_n(row1, columns), value[i], value[i + 1]);
+      } else if (columns == N * W) {
+        load_step(row, value + i);
+      } else {
+        load_step_n(row, columns, value + i);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const Vec prob = set1(probs[r * BLOCK_KEYS + j / ROWS]);
+#pragma GCC unroll 16
+      for (int i = 0; i < N; i++) sums[r][i] = multiply_add<T>(prob, value[i], sums[r][i]);
+    }
+  };
+  int j = 0;
+  for (; j + UNROLL * ROWS <= count; j += UNROLL * ROWS) {
+    ahead.step<lines(UNROLL * ROWS * N * W * sizeof(T))>();
+#pragma GCC unroll 4
+    for (int i = 0; i < UNROLL; i++) accumulate(j + i * ROWS);
+  }
+#pragma GCC unroll 1
+  for (; j < count; j += ROWS) accumulate(j);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int i = 0; i < N; i++) store(acc + r * acc_stride + column + i * W, sums[r][i]);
+}
+// The same for all columns from `column` on: as many at once as registers allow, then fewer.
+template <typename T, int R, int N = SUMS / R>
+static void weigh_block(const float* probs, const T* const* values, int count, int64_t column, int64_t head_dim_v, float* acc,
+                        int64_t acc_stride, Ahead& ahead) {
+  for (; column + N * W <= head_dim_v; column += N * W)
+    weigh_columns<T, R, N>(probs, values, count, column, N * W, acc, acc_stride, ahead);
+  if (column == head_dim_v) return;
+  if constexpr (N > 2)
+    weigh_block<T, R, N / 2>(probs, values, count, column, head_dim_v, acc, acc_stride, ahead);
+  else
+    weigh_columns<T, R, N>(probs, values, count, column, (int)(head_dim_v - column), acc, acc_stride, ahead);
+}
+
+}  // namespace attnworks::ATTNWORKS_ISA
