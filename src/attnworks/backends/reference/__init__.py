@@ -11,6 +11,7 @@ Schedules, each in a file of its own:
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -70,10 +71,11 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
         core = partial(tiled.attention, schedule=plan.schedule, tile_q=plan.tile_q, tile_kv=plan.tile_kv)
     form = forms.FORMS[problem.form]
     device = torch.device(problem.device).type
+    # Autocast would turn the oracle's fp32 products into 16-bit ones; a device such as "meta" has none.
+    plain = partial(torch.autocast, device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext
 
     def launch(operands: Operands) -> tuple[Tensor, Tensor | None]:
-        # Autocast would turn the oracle's fp32 products into 16-bit ones.
-        with torch.autocast(device, enabled=False):
+        with plain():
             out, lse = form(core, problem, operands)
         return out, lse if problem.return_lse else None
 
