@@ -121,5 +121,9 @@ def test_every_broadcast_of_a_bias_and_a_mask(plan: Plan, pattern: int) -> None:
     full = torch.where(mask, bias, -math.inf).expand(2, 4, 5, 7)
     expected = torch.nan_to_num(scaled_dot_product_attention(q, k, v, full, enable_gqa=True), nan=0.0)
     assert_close(run(q, k, v, mask=mask, scores=(Bias(bias),), plan=plan)[0], expected)
+    leaf, twin = with_grad(bias, bias)
+    run(q, k, v, scores=(Bias(leaf),), plan=plan)[0].square().sum().backward()
+    scaled_dot_product_attention(q, k, v, twin.expand_as(full), enable_gqa=True).square().sum().backward()
+    assert_close(grad(leaf), grad(twin))
     if pattern < 8:
         assert_close(run(q, k, v, scores=(Bias(full[..., :1]),), plan=plan)[0], expected)
