@@ -1,0 +1,238 @@
+"""attnworks inside real programs: threads, forks, default devices, no native extension. Nothing may crash or hang."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+import warnings
+
+import pytest
+import torch
+
+from attnworks import Causal, api, attention, attention_decode, attention_varlen
+from attnworks.backends import cpu
+from helpers import randn
+
+
+def work(backend: str, seq: int = 300) -> list[torch.Tensor]:
+    """A prefill, a packed prefill and a split decode, large enough that the native kernels use several threads."""
+    generator = torch.Generator().manual_seed(seq)
+    q = torch.randn(1, 4, seq, 32, generator=generator)
+    packed = q[0].transpose(0, 1)
+    cu = torch.tensor([0, seq // 3, seq])
+    cache = torch.randn(2, 3 * seq, 2, 32, generator=generator)
+    return [
+        *attention(q, q, q, mask=Causal(), return_lse=True, backend=backend),
+        attention_varlen(packed, packed, packed, cu_seqlens_q=cu, cu_seqlens_kv=cu, backend=backend),
+        attention_decode(packed[None, :2], cache[:1], cache[1:], kv_lens=torch.tensor([3 * seq]), backend=backend),
+    ]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def available(backend: str) -> None:
+    if backend == "cpu" and not cpu.isas():
+        pytest.skip("the cpu backend's verdict: native extension not built")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_the_number_of_threads_changes_no_bit(threads):
+    available("cpu")
+    before, expected = torch.get_num_threads(), work("cpu", 700)
+    try:
+        torch.set_num_threads(threads)
+        assert same(work("cpu", 700), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_several_threads_at_once(backend):
+    """Eight Python threads, each with shapes of its own, sharing the prepared calls and the scratch memory."""
+    available(backend)
+    sizes = [40 + 37 * n for n in range(8)]
+    expected = [work(backend, size) for size in sizes]
+    wrong: list[int] = []
+
+    def run(n: int) -> None:
+        if not all(same(work(backend, sizes[n]), expected[n]) for _ in range(6)):
+            wrong.append(n)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    assert wrong == []
+
+
+def test_another_thread_runs_while_a_kernel_does():
+    """The native call lets go of the interpreter: a counter in another thread moves while it runs."""
+    available("cpu")
+    q = randn(1, 8, 3000, 64)
+    attention(q[:, :, :1], q[:, :, :1], q[:, :, :1], backend="cpu")
+    stop, ticks = threading.Event(), []
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    start = time.perf_counter()
+    attention(q, q, q, backend="cpu")
+    end = time.perf_counter()
+    stop.set()
+    thread.join()
+    assert sum(start < t < end for t in ticks) >= 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_computes_and_exits():
+    """The child of a process that ran with two threads has none of them: a kernel must not wait for them.
+
+    The child calls only the kernels and compares bytes, for torch's own parallel loops hang there.
+    """
+    available("cpu")
+    torch.use_deterministic_algorithms(False)  # else torch fills fresh memory, by such a loop
+    q, cache, lens = randn(1, 4, 700, 32), randn(1, 3000, 2, 32), torch.tensor([3000])
+
+    def outputs() -> list[bytes]:
+        dense = attention(q, q, q, mask=Causal(), backend="cpu")
+        decoded = attention_decode(q.transpose(1, 2)[:, :2], cache, cache, kv_lens=lens, backend="cpu")
+        return [out.numpy().tobytes() for out in (dense, decoded)]
+
+    expected = outputs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of just what is tested here
+        child = os.fork()
+    if child == 0:
+        os._exit(0 if outputs() == expected else 1)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the forked child hung")
+    assert outputs() == expected, "the parent goes on"
+
+
+def test_torchs_default_device_does_not_lead_a_call_astray(backend):
+    available(backend)
+    q = randn(1, 2, 40, 8)
+    cache, packed, cu, lens = randn(1, 40, 2, 8), randn(40, 2, 8), torch.tensor([0, 11, 30]), torch.tensor([17])
+    one = q[:, :, :1]
+    long = randn(1, 2, 5000, 8)
+
+    def run() -> list[torch.Tensor]:
+        return [
+            *attention(q, q, q, mask=Causal(), return_lse=True, backend=backend),
+            attention(one, long, long, backend=backend),
+            attention_varlen(packed, packed, packed, cu_seqlens_q=cu, cu_seqlens_kv=cu, backend=backend),
+            attention_decode(q.transpose(1, 2)[:, :1], cache, cache, kv_lens=lens, backend=backend),
+        ]
+
+    expected = run()
+    with torch.device("meta"):
+        assert same(run(), expected)
+        api._PREPARED.clear()
+        assert same(run(), expected)
+
+
+def test_torchs_default_dtype_changes_nothing(backend):
+    available(backend)
+    expected = work(backend)
+    torch.set_default_dtype(torch.float64)
+    try:
+        generator = torch.Generator().manual_seed(300)
+        q = torch.randn(1, 4, 300, 32, generator=generator, dtype=torch.float32)
+        out, lse = attention(q, q, q, mask=Causal(), return_lse=True, backend=backend)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+def test_inference_mode_and_parameters(backend):
+    available(backend)
+    q = torch.nn.Parameter(randn(1, 2, 6, 8))
+    with torch.no_grad():
+        expected = attention(q, q, q, backend=backend)
+    with torch.inference_mode():
+        assert torch.equal(attention(q, q, q, backend=backend), expected)
+        cache = randn(1, 4, 2, 8)
+        new = randn(1, 1, 2, 8)
+        attention_decode(new, cache, cache.clone(), kv_lens=torch.tensor([2]), k_new=new, v_new=new, backend=backend)
+        assert torch.equal(cache[0, 2], new[0, 0])
+
+
+def test_without_the_native_extension_the_reference_answers_and_explain_says_why():
+    script = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name == "attnworks._native":
+            raise ImportError("blocked for the test")
+sys.meta_path.insert(0, Block())
+import torch
+import attnworks as aw
+q = torch.randn(1, 2, 8, 4)
+expected = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+torch.testing.assert_close(aw.attention(q, q, q), expected)
+print(aw.explain(q, q, q))
+try:
+    aw.attention(q, q, q, backend="cpu")
+except aw.UnsupportedError as error:
+    print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("backend: reference\n")
+    assert "cpu: the native extension is not built (blocked for the test)" in ran.stdout
+    assert "backend='cpu' does not support this call" in ran.stdout
+
+
+def test_calls_leak_no_memory():
+    """Resident memory after thousands of calls, results dropped: the native side owns no buffer per call."""
+    available("cpu")
+
+    def resident() -> int:
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    for _ in range(5):
+        work("cpu")
+    before = resident()
+    for _ in range(100):
+        work("cpu")
+    grown = resident() - before
+    assert grown < 8 * 2**20, f"{grown} bytes in 100 rounds"
+
+
+def test_distinct_calls_keep_little_memory_each():
+    """A program that meets ever new lengths (a growing cache) pays a bounded price for each prepared call."""
+    attention(*[randn(1, 1, 1, 4)] * 3)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for n in range(1, 257):
+            x = randn(1, 1, n, 4)
+            attention(x[:, :, :1], x, x)
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept / 256 < 8192, f"{kept / 256:.0f} bytes for each prepared call"
