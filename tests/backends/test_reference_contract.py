@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attnworks import Bias, Causal, Plan, Sink, Softcap
@@ -127,3 +128,21 @@ def test_every_broadcast_of_a_bias_and_a_mask(plan: Plan, pattern: int) -> None:
     assert_close(grad(leaf), grad(twin))
     if pattern < 8:
         assert_close(run(q, k, v, scores=(Bias(full[..., :1]),), plan=plan)[0], expected)
+
+
+@all_schedules
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_batch_invariance(plan: Plan, layout: str) -> None:
+    """A sequence's bits alone, first and last in a batch of others, with the bias that is its own."""
+    q, k, v = (x.float() for x in inputs(9, 4, 2, 33, 77, 20, 12))
+    bias = torch.randn(9, 1, 33, 1)
+
+    def bits(*batch: int) -> tuple[Tensor, Tensor]:
+        chosen = [x[list(batch)] for x in (q, k, v)]
+        chosen = [x if layout == "bhsd" else x.transpose(1, 2) for x in chosen]
+        scores = (Softcap(9.0), Bias(bias[list(batch)]))
+        out, lse = run(*chosen, scores=scores, mask=Causal(), layout=layout, batch_invariant=True, plan=plan)
+        return (out if layout == "bhsd" else out.transpose(1, 2)), lse
+
+    for got, alone in zip(bits(4, 0, 1, 2, 3, 5, 6, 7, 4), bits(4), strict=True):
+        assert torch.equal(got[0], alone[0]) and torch.equal(got[-1], alone[0])

@@ -18,10 +18,15 @@ Form = Callable[[Core, Problem, Operands], tuple[Tensor, Tensor | None]]
 
 
 def dense(core: Core, problem: Problem, o: Operands) -> tuple[Tensor, Tensor | None]:
-    if problem.layout == "bhsd":
-        return core(problem, o, o.q, o.k, o.v, 0)
-    out, lse = core(problem, o, o.q.transpose(1, 2), o.k.transpose(1, 2), o.v.transpose(1, 2), 0)
-    return out.transpose(1, 2).contiguous(), lse
+    q, k, v = (o.q, o.k, o.v) if problem.layout == "bhsd" else (x.transpose(1, 2) for x in (o.q, o.k, o.v))
+    if problem.batch_invariant and problem.batch:
+        ones = [slice(b, b + 1) for b in range(problem.batch)]
+        parts = [_alone(core, problem, o, q[one], k[one], v[one], one.start) for one in ones]
+        out = torch.cat([out for out, _ in parts])
+        lse = torch.cat([lse for _, lse in parts if lse is not None]) if problem.return_lse else None
+    else:
+        out, lse = core(problem, o, q, k, v, 0)
+    return (out if problem.layout == "bhsd" else out.transpose(1, 2).contiguous()), lse
 
 
 def varlen(core: Core, problem: Problem, o: Operands) -> tuple[Tensor, Tensor | None]:
@@ -33,7 +38,7 @@ def varlen(core: Core, problem: Problem, o: Operands) -> tuple[Tensor, Tensor | 
         rows = slice(offsets_q[sequence], offsets_q[sequence + 1])
         keys = slice(offsets_kv[sequence], offsets_kv[sequence + 1])
         q, k, v = (x.transpose(0, 1)[None] for x in (o.q[rows], o.k[keys], o.v[keys]))
-        out, lse = core(problem, o, q, k, v, sequence)
+        out, lse = _alone(core, problem, o, q, k, v, sequence)
         outs.append(out[0].transpose(0, 1))
         if lse is not None:
             lses.append(lse[0])
@@ -53,7 +58,7 @@ def decode(core: Core, problem: Problem, o: Operands) -> tuple[Tensor, Tensor | 
     for sequence, length in enumerate(o.kv_lens.tolist()):
         k = cached(o.k, o, sequence, length, o.k_scale)
         v = cached(o.v, o, sequence, length, o.v_scale)
-        out, lse = core(problem, o, o.q[sequence].transpose(0, 1)[None], k, v, sequence)
+        out, lse = _alone(core, problem, o, o.q[sequence].transpose(0, 1)[None], k, v, sequence)
         outs.append(out[0].transpose(0, 1))
         if lse is not None:
             lses.append(lse)
@@ -75,6 +80,16 @@ def cached(cache: Tensor, o: Operands, sequence: int, length: int, scale: Tensor
         # Not rounded to q's dtype: the scores are computed in fp32 anyway.
         rows = rows.to(torch.promote_types(o.q.dtype, torch.float32)) * scale.reshape(-1, 1)
     return rows.transpose(0, 1)[None]
+
+
+def _alone(
+    core: Core, problem: Problem, o: Operands, q: Tensor, k: Tensor, v: Tensor, sequence: int
+) -> tuple[Tensor, Tensor | None]:
+    """One sequence by itself. Batch-invariant ones from memory of their own: a matrix product's order of summation may
+    depend on how its operands are aligned, as on how many it is done for."""
+    if problem.batch_invariant:
+        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+    return core(problem, o, q, k, v, sequence)
 
 
 def _empty_lse(q: Tensor, *shape: int) -> Tensor:
