@@ -81,7 +81,8 @@ def simulate(p: Problem, schedule: str, tile_q: int, tile_kv: int) -> Memory:
     memory = Memory()
     seen = dense_visibility(p)
     loop = {"standard": simulate_standard, "q_outer": simulate_q_outer, "kv_outer": simulate_kv_outer}[schedule]
-    for _ in range(p.batch * p.heads_q):
+    heads = p.heads_kv if schedule == "standard" else p.heads_q
+    for _ in range(p.batch * heads):
         loop(p, memory, seen, tile_q, tile_kv)
     return memory
 
@@ -95,17 +96,14 @@ def any_visible(seen: torch.Tensor, rows: range, keys: range) -> bool:
 
 
 def simulate_standard(p: Problem, memory: Memory, seen: torch.Tensor, tile_q: int, tile_kv: int) -> None:
-    size = p.element_size
-    matrix = (p.seq_q, p.seq_kv, size)
-    memory.move("q", p.seq_q, p.head_dim, size)
+    size, rows = p.element_size, p.seq_q * p.group  # of all query heads that share a KV head
+    memory.move("q", rows, p.head_dim, size)
     memory.move("kv", p.seq_kv, p.head_dim, size)
-    memory.move("scores_and_probs", *matrix)  # S written
-    memory.move("scores_and_probs", *matrix)  # S read
-    memory.move("scores_and_probs", *matrix)  # P written
-    memory.move("scores_and_probs", *matrix)  # P read
+    for _ in ("S written", "S read", "P written", "P read"):
+        memory.move("scores_and_probs", rows, p.seq_kv, size)
     memory.move("kv", p.seq_kv, p.head_dim_v, size)
-    memory.move("out", p.seq_q, p.head_dim_v, size)
-    memory.products += p.seq_q * p.seq_kv
+    memory.move("out", rows, p.head_dim_v, size)
+    memory.products += rows * p.seq_kv
 
 
 def simulate_q_outer(p: Problem, memory: Memory, seen: torch.Tensor, tile_q: int, tile_kv: int) -> None:

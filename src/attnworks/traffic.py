@@ -3,7 +3,8 @@
 The model counts what a schedule must move when its tiles live on chip and nothing else is kept there:
 
 - "standard": S and P written out. Q, K read, S written; S read, P written; P, V read, O written (FlashAttention,
-  arXiv:2205.14135, algorithm 0). It computes hidden scores too and masks them afterwards.
+  arXiv:2205.14135, algorithm 0). It computes hidden scores too and masks them afterwards. Query heads that share a KV
+  head are rows of one product, as in the reference's "standard", so K and V are read once for each KV head.
 - "kv_outer": FlashAttention-1 (algorithm 1): O, m, l are written once to begin with (line 2); each KV tile is read
   once; for each Q tile that sees it, Q is read and O, m, l are read and written again (lines 8, 12 and 13).
 - "q_outer": FlashAttention-2 (arXiv:2307.08691, algorithm 1) and the CPU's "tiled": each Q tile is read once and its
@@ -11,8 +12,8 @@ The model counts what a schedule must move when its tiles live on chip and nothi
 - "split_kv": decode. The visible K and V read once by each KV head's group of queries; fp32 partial results written and
   read where there is more than one split.
 
-In the first three every query head reads its KV head's keys for itself, so GQA saves nothing of these re-reads. Tiles
-that closed bounds hide are never loaded. Tiling saves bytes, not FLOPs: without a mask every schedule has the same
+In the tiled schedules every query head reads its KV head's keys for itself, so GQA saves nothing of these re-reads.
+Tiles that closed bounds hide are never loaded. Tiling saves bytes, not FLOPs: without a mask every schedule has the same
 products.
 """
 
@@ -178,7 +179,7 @@ def _sequence_bytes(p: Problem, model: str, tile_q: int, tile_kv: int) -> tuple[
         q, kv = p.heads_q * rows.q * q_row, p.heads_kv * rows.kv * kv_row
     elif model == "standard":
         rows = _Rows(p.seq_q, p.seq_kv, 0, p.seq_q * p.seq_kv)
-        q, kv, out = p.heads_q * rows.q * q_row, p.heads_q * rows.kv * kv_row, out_once
+        q, kv, out = p.heads_q * rows.q * q_row, p.heads_kv * rows.kv * kv_row, out_once
         scores = 4 * p.heads_q * rows.pairs * size
     else:
         rows = _tile_rows(p, tile_q, tile_kv, kv_outer=model == "kv_outer")
@@ -219,7 +220,7 @@ def _visible_range(p: Problem, first: torch.Tensor, rows: torch.Tensor) -> tuple
 
 def _tile_rows(p: Problem, tile_q: int, tile_kv: int, *, kv_outer: bool) -> _Rows:
     """Loads of one head under a tiled schedule; two tiles meet if a visible key of the Q tile lies in the KV tile."""
-    starts = torch.arange(0, p.seq_q, tile_q, dtype=torch.int64)
+    starts = torch.arange(0, p.seq_q, tile_q, dtype=torch.int64, device="cpu")
     rows = (p.seq_q - starts).clamp_max(tile_q)
     low, high = _visible_range(p, starts, rows)
     first = low // tile_kv
@@ -229,7 +230,7 @@ def _tile_rows(p: Problem, tile_q: int, tile_kv: int, *, kv_outer: bool) -> _Row
     visits, pairs = int((tiles * rows).sum()), int((keys * rows).sum())
     if not kv_outer:
         return _Rows(int(rows[tiles > 0].sum()), int(keys.sum()), visits, pairs)
-    met = torch.zeros(math.ceil(p.seq_kv / tile_kv) + 1, dtype=torch.int64)
+    met = torch.zeros(math.ceil(p.seq_kv / tile_kv) + 1, dtype=torch.int64, device="cpu")
     met.index_add_(0, first[tiles > 0], torch.ones_like(first[tiles > 0]))
     met.index_add_(0, last[tiles > 0], -torch.ones_like(last[tiles > 0]))
     tile = torch.nonzero(met.cumsum(0)[:-1] > 0).flatten()
@@ -241,6 +242,6 @@ def _split_rows(p: Problem) -> tuple[_Rows, int]:
     """Loads of one head where all queries go through the cache together, and the keys they see between them."""
     if p.seq_q == 0:
         return _Rows(0, 0, 0, 0), 0
-    low, high = _visible_range(p, torch.tensor([0]), torch.tensor([p.seq_q]))
+    low, high = _visible_range(p, torch.tensor([0], device="cpu"), torch.tensor([p.seq_q], device="cpu"))
     keys = max(int(high - low), 0)
     return _Rows(p.seq_q if keys else 0, keys, 0, p.seq_q * keys), keys

@@ -1,0 +1,140 @@
+"""The machine's ceilings, measured: bytes read per second and multiply-adds per second; and a flush of its caches.
+
+The flush is a plain read of several times the last-level cache. Its time is the read bandwidth, so every flush between
+two timed runs also measures the ceiling at that moment.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from attnworks.backends import cpu
+from attnworks.hardware import Hardware, detect
+from attnworks.workbench import statistics
+
+_UNKNOWN_CACHE_BYTES = 64 << 20
+_FLUSH_CACHES = 4
+_LARGEST_FLUSH_BYTES = 2 << 30
+_PROBE_BYTES = 2 << 20
+_BURST_SECONDS = 5e-3
+# A cold read must take at least this many times as long as a warm one for the flush to count as real.
+REAL_FLUSH = 1.3
+
+
+class Caches:
+    """Flushes the last-level cache. ``buffer_bytes``: four times its size."""
+
+    def __init__(self, threads: int, hardware: Hardware | None = None) -> None:
+        cache_bytes = (hardware or detect("cpu")).shared_cache_bytes or _UNKNOWN_CACHE_BYTES
+        self.buffer_bytes = min(_FLUSH_CACHES * cache_bytes, _LARGEST_FLUSH_BYTES)
+        self._threads = threads
+        self._buffer = torch.ones(self.buffer_bytes // 4)
+
+    def flush(self) -> float | None:
+        """Read the buffer once. Returns bytes per second, None without the native extension (which reads it
+        plainly)."""
+        start = time.perf_counter()
+        if not _read(self._buffer, self._threads):
+            return None
+        return self.buffer_bytes / (time.perf_counter() - start)
+
+    def check(self, attempts: int = 9) -> float:
+        """How many times as long a read of a small buffer takes after a flush as before it (medians). About 1: the
+        flush does nothing."""
+        probe = torch.ones(_PROBE_BYTES // 4)
+        warm, cold = [], []
+        for _ in range(attempts):
+            _timed_read(probe)
+            warm.append(_timed_read(probe))
+            self.flush()
+            cold.append(_timed_read(probe))
+        return statistics.median(cold) / statistics.median(warm)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine can do at best with ``threads`` threads: bytes/s read, FLOP/s of multiply-adds by dtype name."""
+
+    threads: int
+    read_bytes_per_second: float
+    flops_per_second: dict[str, float]
+
+
+def native_missing() -> bool:
+    return cpu._native is None
+
+
+def measure(threads: int, repeats: int = 9) -> Ceilings | None:
+    """Both ceilings, the best of several short bursts (a ceiling is what is possible); None without the extension."""
+    if native_missing():
+        return None
+    caches = Caches(threads)
+    bandwidth = max(caches.flush() or 0.0 for _ in range(repeats))
+    flops = {name: max(peak_flops(name, threads) or 0.0 for _ in range(repeats)) for name in cpu.DTYPES.values()}
+    return Ceilings(threads, bandwidth, flops)
+
+
+def measured_hardware(threads: int) -> Hardware:
+    """``detect("cpu")`` with bandwidth and rates filled in from ``measure``, where it can."""
+    found, ceilings = detect("cpu"), measure(threads)
+    if ceilings is None:
+        return found
+    sources = {"bandwidth": "measured now: plain read", "matrix_flops": "measured now: multiply-adds in registers"}
+    return Hardware(
+        name=found.name,
+        kind=found.kind,
+        units=threads,
+        bandwidth=ceilings.read_bytes_per_second,
+        matrix_flops=ceilings.flops_per_second,
+        on_chip_bytes=found.on_chip_bytes,
+        shared_cache_bytes=found.shared_cache_bytes,
+        isas=cpu.isas(),
+        capability=found.capability,
+        sources=found.sources | sources,
+    )
+
+
+def peak_flops(dtype: str, threads: int) -> float | None:
+    """FLOP/s of one burst of a few milliseconds; None without the native extension."""
+    if cpu._native is None:
+        return None
+    isa = cpu.isas()[0]
+    iterations = _burst_iterations(isa, dtype)
+    start = time.perf_counter()
+    done: float = cpu._native.peak_flops(isa, dtype, threads, iterations)
+    return done / (time.perf_counter() - start)
+
+
+@cache
+def _burst_iterations(isa: str, dtype: str) -> int:
+    assert cpu._native is not None, "peak_flops() returns before"
+    iterations = 1000
+    while True:
+        # On one thread, and the best of three: what it takes to wake threads says nothing of the loop.
+        spent = []
+        for _ in range(3):
+            start = time.perf_counter()
+            cpu._native.peak_flops(isa, dtype, 1, iterations)
+            spent.append(time.perf_counter() - start)
+        if min(spent) > _BURST_SECONDS:
+            return iterations
+        iterations *= 2
+
+
+def _read(tensor: torch.Tensor, threads: int) -> bool:
+    """Read a tensor's memory; False if torch had to do it, whose sum is no plain read to quote a bandwidth from."""
+    if cpu._native is None:
+        tensor.sum()
+        return False
+    cpu._native.read_bandwidth(tensor.data_ptr(), tensor.nbytes, threads)
+    return True
+
+
+def _timed_read(tensor: torch.Tensor) -> float:
+    start = time.perf_counter()
+    _read(tensor, 1)
+    return time.perf_counter() - start
