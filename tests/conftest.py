@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+# Before torch loads OpenMP: threads that wait must sleep, not spin, or tests on a busy machine take five times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
@@ -16,8 +20,7 @@ from helpers import problem_of
 settings.register_profile("attnworks", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("attnworks")
 
-# Two threads wherever the tests run, so that the code that shares work between threads always runs; xdist's workers
-# would otherwise fight over the cores.
+# Two threads wherever the tests run, so that the code that shares work between threads always runs.
 torch.set_num_threads(2)
 
 
