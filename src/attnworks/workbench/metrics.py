@@ -1,0 +1,308 @@
+"""How wrong a result is, and whether that is too wrong.
+
+Each tensor (out, lse, dq, dk, dv, dbias, dsink) is measured against the oracle and judged by tests that are always printed
+beside their budgets:
+
+1. *elementwise*: |error| <= 8 · contraction, where the contraction carries u + 2^-24 · |scores| through the same products on
+   absolute values (``oracle.py``), plus the dtype's smallest subnormal. It holds for every correct kernel, also where the true
+   value is 0 and relative errors mean nothing.
+2. *aggregate*: Frobenius norm of the error of the tensor, of each head and of each tile of 64 rows <= 2 x the yardstick's
+   (``yardstick.py``) + 3 u of the reference's + what fp32 sums cause. The yardstick's error is the larger of the one measured
+   and the one expected of its roundings; a region of n numbers may deviate from it by a further 2/sqrt(n).
+3. *non-finite*: NaN and Inf exactly where the reference has them (Inf also where it exceeds the dtype).
+4. *plain limits* on unit-normal inputs: fp32 max abs 1e-5, fp16 1e-3 · max(1, |ref|) and 1e-2 relative, fp32 gradients 1e-4
+   relative (where the gradient is not 0 by cancellation).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from attnworks.workbench.cases import Case
+from attnworks.workbench.oracle import FORWARD, Expected, Tensors, arithmetic_roundoff, roundoff, smallest
+
+ELEMENTWISE_FACTOR = 8.0
+YARDSTICK_FACTOR = 2.0
+ROUNDINGS = 3.0  # "a few u" of the aggregate test
+TILE = 64
+
+
+@dataclass(frozen=True)
+class Check:
+    """One test of one tensor: ``error`` must not exceed ``budget``; ``where`` tells the worst element or region."""
+
+    name: str
+    passed: bool
+    error: float
+    budget: float
+    where: str = ""
+
+    @property
+    def share(self) -> float:
+        """Error as a share of its budget."""
+        if self.error == 0:
+            return 0.0
+        return self.error / self.budget if self.budget else math.inf
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One tensor's errors against the reference. ``nan``, ``inf``: counts, with the reference's own beside them;
+    ``yardstick``: the relative Frobenius error of the flash model."""
+
+    tensor: str
+    max_abs: float
+    max_rel: float
+    frobenius: float
+    yardstick: float
+    cosine: float
+    nan: int
+    nan_expected: int
+    inf: int
+    inf_expected: int
+    worst: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        checks = [asdict(check) | {"share": check.share} for check in self.checks]
+        return asdict(self) | {"passed": self.passed, "checks": checks}
+
+
+@dataclass
+class Standard:
+    """What one tensor of a case is measured against: the reference and its budgets, worked out once for all subjects.
+
+    ``elementwise``: a budget for each element of each sequence; ``regions``: an aggregate budget for each region's norm.
+    """
+
+    name: str
+    case: Case
+    want: list[Tensor]
+    elementwise: list[Tensor]
+    regions: dict[str, Tensor]
+    norm: float
+    yardstick: float
+    cancelled: bool  # the true value is next to nothing beside the terms that make it up
+
+
+def standards(case: Case, expected: Expected, yardstick: Tensors) -> dict[str, Standard]:
+    """The standards of every tensor expected of a case."""
+    found = {}
+    for name, want in expected.values.items():
+        contraction = expected.contraction[name]
+        norm = _norm([torch.where(w.isfinite(), w, 0) for w in want])
+        reach = _norm([c.nan_to_num(posinf=0) for c in contraction])
+        yard_errors = [_errors(y, w) for y, w in zip(yardstick[name], want, strict=True)]
+        found[name] = Standard(
+            name=name,
+            case=case,
+            want=want,
+            # A NaN among the inputs makes the bound NaN where it reaches; what is finite there other tests judge.
+            elementwise=[(ELEMENTWISE_FACTOR * c).nan_to_num(nan=torch.inf) for c in contraction],
+            regions=_region_budgets(name, yard_errors, expected, case),
+            norm=norm,
+            yardstick=_ratio(_norm(yard_errors), norm),
+            cancelled=norm <= 1e-3 * reach / roundoff(case.dtype),
+        )
+    return found
+
+
+def measure(standard: Standard, got: list[Tensor]) -> Measure:
+    """Measure one tensor of a result: ``got`` holds its sequences, as ``standard.want`` does."""
+    name, want = standard.name, standard.want
+    shapes = [tuple(x.shape) for x in got], [tuple(x.shape) for x in want]
+    if shapes[0] != shapes[1]:
+        return _unmeasurable(name, f"shapes were {shapes[0]}, must be {shapes[1]}")
+    wanted_dtype = _result_dtype(name, standard.case)
+    if any(x.dtype != wanted_dtype for x in got):
+        return _unmeasurable(name, f"dtype was {got[0].dtype}, must be {wanted_dtype}")
+    errors = [_errors(g, w) for g, w in zip(got, want, strict=True)]
+    nonfinite, relative, product, square = _check_nonfinite(got, want), 0.0, 0.0, 0.0
+    for g, w, e in zip(got, want, errors, strict=True):
+        if g.numel():
+            g64 = torch.where(g.isfinite() & w.isfinite(), g.double(), 0)
+            product += float((g64 * w.nan_to_num(0, 0, 0)).sum())
+            square += float((g64 * g64).sum())
+            relative = max(relative, float((e / w.abs()).nan_to_num(0, 0, 0).max()))
+    error = _norm(errors)
+    checks = [nonfinite, _check_elementwise(errors, standard.elementwise), _check_aggregate(errors, standard)]
+    return Measure(
+        tensor=name,
+        max_abs=max((float(e.max()) for e in errors if e.numel()), default=0.0),
+        max_rel=relative,
+        frobenius=_ratio(error, standard.norm),
+        yardstick=standard.yardstick,
+        cosine=_ratio(product, math.sqrt(square) * standard.norm) if standard.norm else 1.0,
+        nan=sum(int(g.isnan().sum()) for g in got),
+        nan_expected=sum(int(w.isnan().sum()) for w in want),
+        inf=sum(int(g.isinf().sum()) for g in got),
+        inf_expected=sum(int(w.isinf().sum()) for w in want),
+        worst=_place(*_argmax(errors)),
+        checks=(*checks, *(_plain_limits(errors, error, standard) if standard.case.unit_normal else ())),
+    )
+
+
+def _result_dtype(name: str, case: Case) -> torch.dtype:
+    if name == "lse":
+        return torch.promote_types(case.dtype, torch.float32)
+    # Bias and sink operands are fp32 in every case, and so are their gradients.
+    return torch.float32 if name in ("dbias", "dsink") else case.dtype
+
+
+def _unmeasurable(name: str, why: str) -> Measure:
+    check = Check("shape and dtype", False, math.inf, 0.0, why)
+    return Measure(name, math.inf, math.inf, math.inf, 0.0, 0.0, 0, 0, 0, 0, why, (check,))
+
+
+def _errors(got: Tensor, want: Tensor) -> Tensor:
+    """|got - want| where both are finite, else 0: the non-finite test judges the rest."""
+    error = (got.double() - want.double()).abs()
+    return torch.where(error.isfinite(), error, 0)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return math.sqrt(sum(float((x.double() ** 2).sum()) for x in tensors))
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else (0.0 if a == 0 else math.inf)
+
+
+def _argmax(tensors: list[Tensor]) -> tuple[int, tuple[int, ...]]:
+    """Sequence and index of the largest element; an index of () where there is none."""
+    tops = [float(x.max()) if x.numel() else -1.0 for x in tensors]
+    if not tops or max(tops) < 0:
+        return 0, ()
+    sequence = tops.index(max(tops))
+    return sequence, _unravel(int(tensors[sequence].argmax()), tensors[sequence].shape)
+
+
+def _unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    index: list[int] = []
+    for size in reversed(shape):
+        flat, place = divmod(flat, size)
+        index.insert(0, place)
+    return tuple(index)
+
+
+_AXES = ("head", "row", "channel")
+
+
+def _place(sequence: int, index: tuple[int, ...]) -> str:
+    words = [f"{axis} {n}" for axis, n in zip(_AXES, index, strict=False)]
+    return ", ".join([f"sequence {sequence}", *words]) if index else "nowhere"
+
+
+def _check_nonfinite(got: list[Tensor], want: list[Tensor]) -> Check:
+    wrong = []
+    for g, w in zip(got, want, strict=True):
+        limit = torch.finfo(g.dtype).max
+        overflow = w.isfinite() & (w.abs() > limit) & (g == torch.sign(w) * torch.inf)
+        infinite = (g.isinf() | w.isinf()) & (g.double() != w) & ~overflow
+        wrong.append(((g.isnan() != w.isnan()) | (infinite & ~g.isnan())).double())
+    count = sum(int(x.sum()) for x in wrong)
+    where = _place(*_argmax(wrong)) if count else ""
+    return Check("non-finite", count == 0, float(count), 0.0, where)
+
+
+def _check_elementwise(errors: list[Tensor], budgets: list[Tensor]) -> Check:
+    sequence, index = _argmax([e / b for e, b in zip(errors, budgets, strict=True)])
+    if not index:
+        return Check("elementwise", True, 0.0, 0.0)
+    error, budget = float(errors[sequence][index]), float(budgets[sequence][index])
+    return Check("elementwise", error <= budget, error, budget, _place(sequence, index))
+
+
+def _check_aggregate(errors: list[Tensor], standard: Standard) -> Check:
+    worst = Check("aggregate", True, 0.0, 0.0)
+    for region, total in _region_sums(standard.name, [(e * e)[None] for e in errors]).items():
+        found, budget = total[0].sqrt(), standard.regions[region]
+        if not found.numel():
+            continue
+        at = int((found / budget).argmax())
+        error, limit = float(found.flatten()[at]), float(budget.flatten()[at])
+        check = Check("aggregate", error <= limit, error, limit, _region_name(region, _unravel(at, found.shape)))
+        if check.share > worst.share or not worst.where:
+            worst = check
+    return worst
+
+
+def _region_budgets(name: str, yard_errors: list[Tensor], expected: Expected, case: Case) -> dict[str, Tensor]:
+    u = max(arithmetic_roundoff(case.dtype), roundoff(case.dtype) / 256) if name == "lse" else roundoff(case.dtype)
+    squares = []
+    for sequence, yard in enumerate(yard_errors):
+        parts = (
+            yard,
+            expected.spread[name][sequence],
+            expected.values[name][sequence],
+            expected.arithmetic[name][sequence],
+        )
+        finite = [torch.where(x.isfinite(), x, 0).double() ** 2 for x in parts]
+        squares.append(torch.stack((*finite, torch.ones_like(finite[0]))))
+    budgets = {}
+    for region, total in _region_sums(name, squares).items():
+        yard, spread, norm, arithmetic = total[:4].sqrt()
+        root = total[4].clamp_min(1).sqrt()
+        factor = YARDSTICK_FACTOR * (1 + 2 / root)
+        budgets[region] = (
+            factor * torch.maximum(yard, spread) + ROUNDINGS * u * norm + arithmetic + smallest(case.dtype) * root
+        )
+    return budgets
+
+
+def _region_sums(name: str, squares: list[Tensor]) -> dict[str, Tensor]:
+    sums: dict[str, Tensor] = {}
+    for sequence, square in enumerate(squares):
+        for region, total in _regions(name, square, sequence).items():
+            sums[region] = sums[region] + total if region in sums else total
+    return sums
+
+
+def _regions(name: str, squares: Tensor, sequence: int) -> dict[str, Tensor]:
+    """Sums over the whole tensor, and for what has heads and rows over each head and each tile of rows of a sequence.
+    ``squares``: (quantities, heads, rows[, dim])."""
+    whole = {"tensor": squares.flatten(1).sum(1)}
+    if name in ("dbias", "dsink"):
+        return whole
+    by_row = squares.sum(-1) if squares.dim() == 4 else squares
+    tiles = pad(by_row, (0, -by_row.shape[-1] % TILE)).unflatten(-1, (-1, TILE)).sum(-1) if by_row.shape[-1] else by_row
+    return whole | {f"head of sequence {sequence}": by_row.sum(-1), f"tile of sequence {sequence}": tiles}
+
+
+def _region_name(region: str, spot: tuple[int, ...]) -> str:
+    if region.startswith("head"):
+        return f"{region}: head {spot[0]}"
+    if region.startswith("tile"):
+        return f"{region}: head {spot[0]}, rows {TILE * spot[1]}-{TILE * spot[1] + TILE - 1}"
+    return "whole tensor"
+
+
+def _plain_limits(errors: list[Tensor], error: float, standard: Standard) -> list[Check]:
+    dtype, largest = standard.case.dtype, max((float(e.max()) for e in errors if e.numel()), default=0.0)
+    if standard.name not in FORWARD:
+        if dtype == torch.float32 and not standard.cancelled:
+            return [_limit("plain: relative 1e-4", error / standard.norm, 1e-4)]
+        return []
+    if dtype == torch.float32:
+        return [_limit("plain: max abs 1e-5", largest, 1e-5)]
+    if dtype == torch.float16:
+        scaled = [e / w.abs().clamp_min(1) for e, w in zip(errors, standard.want, strict=True)]
+        found = max((float(e.max()) for e in scaled if e.numel()), default=0.0)
+        checks = [_limit("plain: 1e-3 of max(1, |ref|)", found, 1e-3)]
+        return checks + ([] if standard.cancelled else [_limit("plain: relative 1e-2", error / standard.norm, 1e-2)])
+    return []
+
+
+def _limit(name: str, error: float, budget: float) -> Check:
+    return Check(name, error <= budget, error, budget)
