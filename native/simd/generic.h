@@ -148,10 +148,12 @@ ATTNWORKS_INLINE void load_even_odd_n(const bf16* p, int n, Vec& a, Vec& b) {  /
   load_even_odd(whole, a, b);
 }
 ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {  // (even, odd) -> (first W, last W)
-  Vec first, last;
-  for (int i = 0; i < W; i++) {
-    first[i] = (i % 2 ? b : a)[i / 2];
-    last[i] = (i % 2 ? b : a)[(W + i) / 2];
+  Vec first = {}, last = {};
+  for (int i = 0; i < W / 2; i++) {
+    first[2 * i] = a[i];
+    first[2 * i + 1] = b[i];
+    last[2 * i] = a[W / 2 + i];
+    last[2 * i + 1] = b[W / 2 + i];
   }
   a = first;
   b = last;
