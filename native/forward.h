@@ -4,6 +4,7 @@
 // A row's result depends on tile_kv alone: not on tile_q, on the row's place in its block, on the batch or on who computes it. Tiles start
 // at multiples of tile_kv, key j always falls on lane j % W, and hidden keys add exact zeros.
 #pragma once
+#include <float.h>
 #include <math.h>
 
 #include "pack.h"
@@ -12,7 +13,8 @@
 
 namespace attnworks::ATTNWORKS_ISA {
 
-constexpr int SCORES_ROW = MAX_TILE_KV + 2 * W;  // not a power of two; the slack takes the overrun of mask_row
+constexpr int SCORES_ROW = MAX_TILE_KV + W;  // no power of two, whose rows would share cache sets; the slack takes mask_row's overrun
+constexpr int ROW_STATE = (MR + W - 1) / W * W;  // running_max of a micro-block, in whole vectors
 
 // How a problem lies in scratch; offsets in floats, each region a multiple of 16 of them.
 struct ForwardLayout {
@@ -33,7 +35,7 @@ static ForwardLayout forward_layout(const ForwardProblem& p) {
   l.acc_stride = align_up(p.head_dim_v, W);
   l.panel_stride = row_units<T>(l.tile_kv) * PANEL;
   // In place only where rows lie close together: at large strides the rows of a tile compete for few cache sets and many TLB entries.
-  l.packs_v = sizeof(T) != 4 || p.head_dim_v % PANEL != 0 || p.v.row < 0 || p.v.row > 2 * p.head_dim_v;
+  l.packs_v = true;
   int64_t at = 0;
   auto region = [&at](int64_t floats) {
     const int64_t begin = at;
@@ -45,7 +47,7 @@ static ForwardLayout forward_layout(const ForwardProblem& p) {
   l.v = region(l.packs_v ? align_up(p.head_dim_v, PANEL) / PANEL * l.panel_stride : 0);
   l.acc = region(l.tile_q * l.acc_stride);
   l.scores = region(MR * SCORES_ROW + W) + W;
-  l.running_max = region(l.tile_q);
+  l.running_max = region(l.tile_q / MR * ROW_STATE);
   l.running_sum = region(l.tile_q * W);
   l.size = at;
   return l;
@@ -66,27 +68,22 @@ ATTNWORKS_INLINE void mask_row(float* scores, int64_t begin, int64_t end, int64_
   for (int64_t at = least(visible_begin, end); at > begin; at -= W) store(scores + at - W, hidden);
 }
 
-// One step of the online softmax for one row, in base 2: scores [begin, end) become probs in place (packed to bf16 pairs from `begin / 2` on
-// if PAIRS), running_max and the W lanes of running_sum are brought up to date. Returns what the row's old acc must be multiplied by.
-// begin and end are multiples of PANEL.
+template <int N>
+ATTNWORKS_INLINE float row_max(const float* scores, int64_t begin, int64_t end) {
+  Vec high[N];
+#pragma GCC unroll 8
+  for (int n = 0; n < N; n++) high[n] = load(scores + begin + n * W);
+  for (int64_t at = begin + N * W; at < end; at += N * W)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) high[n] = max(high[n], load(scores + at + n * W));
+#pragma GCC unroll 8
+  for (int n = 1; n < N; n++) high[0] = max(high[0], high[n]);
+  return reduce_max(high[0]);
+}
+
+// Scores [begin, end) of a row become exp2(scores - shift) in place, packed to bf16 pairs from begin / 2 on if PAIRS. sum: its W lanes.
 template <bool PAIRS>
-ATTNWORKS_INLINE float softmax_row(float* scores, int64_t begin, int64_t end, float* running_max, float* running_sum) {
-  Vec high[NV];
-#pragma GCC unroll 8
-  for (int n = 0; n < NV; n++) high[n] = load(scores + begin + n * W);
-  for (int64_t at = begin + PANEL; at < end; at += PANEL)
-#pragma GCC unroll 8
-    for (int n = 0; n < NV; n++) high[n] = max(high[n], load(scores + at + n * W));
-#pragma GCC unroll 8
-  for (int n = 1; n < NV; n++) high[0] = max(high[0], high[n]);
-
-  const float before = *running_max, tile_max = reduce_max(high[0]);
-  const float after = before > tile_max ? before : tile_max;
-  // While a row has seen nothing but -inf, 0 stands in for its maximum: exp2(-inf - 0) = 0, and -inf - -inf never happens.
-  const float rescale = before == -INFINITY ? 0.f : before == after ? 1.f : exp2_scalar(before - after);
-  const Vec shift = set1(after == -INFINITY ? 0.f : after);
-  *running_max = after;
-
+ATTNWORKS_INLINE void row_probs(float* scores, int64_t begin, int64_t end, float shift, float rescale, float* running_sum) {
   Vec sum[NV];
   sum[0] = mul(load(running_sum), set1(rescale));
 #pragma GCC unroll 8
@@ -95,7 +92,7 @@ ATTNWORKS_INLINE float softmax_row(float* scores, int64_t begin, int64_t end, fl
     Vec probs[NV];
 #pragma GCC unroll 8
     for (int n = 0; n < NV; n++) {
-      probs[n] = exp2<PAIRS ? 3 : 5>(sub(load(scores + at + n * W), shift));
+      probs[n] = exp2<PAIRS ? 3 : 5>(sub(load(scores + at + n * W), set1(shift)));
       sum[n] = add(sum[n], probs[n]);
     }
     if constexpr (PAIRS) {
@@ -109,7 +106,23 @@ ATTNWORKS_INLINE float softmax_row(float* scores, int64_t begin, int64_t end, fl
 #pragma GCC unroll 8
   for (int n = 1; n < NV; n++) sum[0] = add(sum[0], sum[n]);
   store(running_sum, sum[0]);
-  return rescale;
+}
+
+// One step of the online softmax (Milakov & Gimelshein 2018, algorithm 3) for the MR rows of a micro-block, in base 2: scores become probs,
+// running_max and running_sum are brought up to date, rescale is what the old acc must be multiplied by. tile_max: of these scores.
+template <bool PAIRS>
+ATTNWORKS_INLINE void softmax_step(float* scores, int64_t begin, int64_t end, const float* tile_max, float* running_max, float* running_sum,
+                                   float* rescale) {
+  float shift[ROW_STATE];
+  for (int r = 0; r < ROW_STATE; r += W) {
+    const Vec before = load(running_max + r), after = max(before, load(tile_max + r));
+    // While a row has seen nothing but -inf, a finite number stands in for its maximum: then -inf - -inf never happens, and exp2 gives 0.
+    const Vec finite = max(set1(-FLT_MAX), after);
+    store(running_max + r, after);
+    store(shift + r, finite);
+    store(rescale + r, exp2<5>(sub(before, finite)));
+  }
+  for (int r = 0; r < MR; r++) row_probs<PAIRS>(scores + r * SCORES_ROW, begin, end, shift[r], rescale[r], running_sum + r * W);
 }
 
 // One micro-block against keys [tile, tile + keys) of a packed tile; `row` is its first query row.
@@ -128,15 +141,17 @@ static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task
     scores_kernel<PAIRS, SCORES_ROW>(l.units, scratch + l.q + block * l.units, scratch + l.k + (at - packed_begin) * l.units, factor,
                                      scores + at);
 
-  float rescale[MR];
+  float tile_max[ROW_STATE], rescale[ROW_STATE];
+  for (int r = MR; r < ROW_STATE; r++) tile_max[r] = 0;
   for (int r = 0; r < MR; r++) {
     // Rows past the last are computed like the last and never stored.
     const int64_t query = least(row + r, last);
     const int64_t visible_begin = visible.begin(query) - tile, visible_end = least(visible.end(query) - tile, keys);
     if (visible_begin > begin || visible_end < end) mask_row(scores + r * SCORES_ROW, begin, end, visible_begin, visible_end);
-    rescale[r] = softmax_row<PAIRS>(scores + r * SCORES_ROW, begin, end, scratch + l.running_max + block + r,
-                                    scratch + l.running_sum + (block + r) * W);
+    tile_max[r] = row_max<NV>(scores + r * SCORES_ROW, begin, end);
   }
+  softmax_step<PAIRS>(scores, begin, end, tile_max, scratch + l.running_max + block / MR * ROW_STATE, scratch + l.running_sum + block * W,
+                      rescale);
 
   const int64_t from = row_units<T>(first_key - first_key % 2), depth = row_units<T>(end_key) - from;
   const int64_t packed_from = from - row_units<T>(packed_begin);
@@ -159,7 +174,7 @@ static void forward_finish(const ForwardProblem& p, const ForwardTask& task, con
     int64_t column = 0;
     for (; column + W <= p.head_dim_v; column += W) store_from_float(out + column, mul(factor, load(acc + column)));
     if (column < p.head_dim_v) store_from_float_n(out + column, mul(factor, load(acc + column)), p.head_dim_v - column);
-    if (task.lse) task.lse[row * p.lse.row] = sum == 0 ? -INFINITY : (scratch[l.running_max + r] + log2f(sum)) * LN2;
+    if (task.lse) task.lse[row * p.lse.row] = sum == 0 ? -INFINITY : (scratch[l.running_max + r / MR * ROW_STATE + r % MR] + log2f(sum)) * LN2;
   }
 }
 
@@ -172,7 +187,7 @@ static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float
   pack_q((const T*)task.q + task.row_begin * p.q.row, p.q.row, rows, p.head_dim, factor, scratch + l.q);
   memset(scratch + l.acc, 0, blocks * l.acc_stride * 4);
   memset(scratch + l.running_sum, 0, blocks * W * 4);
-  for (int64_t r = 0; r < blocks; r++) scratch[l.running_max + r] = -INFINITY;
+  for (int64_t r = 0; r < blocks / MR * ROW_STATE; r++) scratch[l.running_max + r] = -INFINITY;
 
   const int64_t first = visible.begin(task.row_begin), end = visible.end(task.row_end - 1);
   for (int64_t tile = first / l.tile_kv * l.tile_kv; tile < end; tile += l.tile_kv) {

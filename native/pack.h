@@ -90,9 +90,15 @@ static void pack_v(const T* v, int64_t stride, int64_t keys, int64_t dim, float*
         store(to + W, hi);
       }
   } else {
-    for (int64_t key = 0; key < keys; key++)
-      for (int64_t column = 0; column < dim; column += W)
-        store(packed + column / PANEL * panel_stride + key * PANEL + column % PANEL, load_units(v + key * stride, column, dim));
+    for (int64_t key = 0; key < keys; key++) {
+      const T* row = v + key * stride;
+      float* to = packed + key * PANEL;
+      int64_t column = 0;
+      for (; column + PANEL <= dim; column += PANEL, to += panel_stride)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; n++) store(to + n * W, load_as_float(row + column + n * W));
+      for (; column < dim; column += W, to += W) store(to, load_units(row, column, dim));
+    }
   }
 }
 
