@@ -6,6 +6,7 @@ outside the timing: a caller who uses it would keep the data that way."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnworks import api, dispatch
+from attnworks import api, dispatch, masks
 from attnworks.masks import Bounds, Causal, Window
 from attnworks.plan import Plan
-from attnworks.problem import Problem, Strides
+from attnworks.problem import Layout, Problem, Strides, check_heads
 from attnworks.workbench.quick_check import visible_keys
 
 
@@ -318,6 +319,23 @@ def label(name: str) -> str:
 def contiguous_strides(heads: int, rows: int, dim: int, layout: str) -> Strides:
     """(batch, head, row) strides of a contiguous tensor in ``layout``."""
     return (heads * rows * dim, rows * dim, dim) if layout == "bhsd" else (heads * rows * dim, dim, heads * dim)
+
+
+def describe(*, mask: Any = None, **sizes: Any) -> Problem:
+    """A Problem of contiguous tensors on the CPU, from the sizes by their names in ``Problem`` and a user's mask; a
+    cache in flash-attn's layout, the rest in SDPA's. Raises ``ValueError`` for heads that do not divide."""
+    check_heads(sizes["heads_q"], sizes["heads_kv"])
+    layout: Layout = "bshd" if sizes["form"] == "decode" else "bhsd"
+    return Problem(
+        **sizes,
+        device="cpu",
+        scale=1 / math.sqrt(sizes["head_dim"]),
+        q_strides=contiguous_strides(sizes["heads_q"], sizes["seq_q"], sizes["head_dim"], layout),
+        k_strides=contiguous_strides(sizes["heads_kv"], sizes["seq_kv"], sizes["head_dim"], layout),
+        v_strides=contiguous_strides(sizes["heads_kv"], sizes["seq_kv"], sizes["head_dim_v"], layout),
+        mask=masks.split(mask)[0],
+        layout=layout,
+    )
 
 
 def random_inputs(problem: Problem, generator: torch.Generator) -> Inputs:

@@ -26,8 +26,8 @@ from attnworks.workbench.cli.output import (
     progress,
     table,
 )
-from attnworks.workbench.cli.problems import describe, given, problem_from, problem_options
-from attnworks.workbench.providers import NAMES, by_name, label
+from attnworks.workbench.cli.problems import given, problem_from, problem_options
+from attnworks.workbench.providers import NAMES, by_name, describe, label
 from attnworks.workbench.records import Record
 
 DEFAULT_SEQ = 1024

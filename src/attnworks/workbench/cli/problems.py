@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,10 +9,9 @@ from typing import Any, TypeVar
 import click
 import torch
 
-from attnworks import masks
 from attnworks.masks import Causal, Window
-from attnworks.problem import Layout, Problem, check_heads
-from attnworks.workbench.providers import contiguous_strides
+from attnworks.problem import Problem
+from attnworks.workbench.providers import describe
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -116,25 +114,6 @@ def problem_from(ctx: click.Context, default_seq: int) -> Problem:
         head_dim_v=o["head_dim_v"] or o["head_dim"],
         dtype=DTYPES[o["dtype"]],
         mask=_mask(o["causal"], o["window"]),
-    )
-
-
-def describe(*, mask: Any = None, **sizes: Any) -> Problem:
-    """A Problem of contiguous tensors on the CPU, from the sizes by their names in ``Problem`` and a user's mask."""
-    check_heads(sizes["heads_q"], sizes["heads_kv"])
-    layout: Layout = "bshd" if sizes["form"] == "decode" else "bhsd"
-    q = contiguous_strides(sizes["heads_q"], sizes["seq_q"], sizes["head_dim"], layout)
-    k = contiguous_strides(sizes["heads_kv"], sizes["seq_kv"], sizes["head_dim"], layout)
-    v = contiguous_strides(sizes["heads_kv"], sizes["seq_kv"], sizes["head_dim_v"], layout)
-    return Problem(
-        **sizes,
-        device="cpu",
-        scale=1 / math.sqrt(sizes["head_dim"]),
-        q_strides=q,
-        k_strides=k,
-        v_strides=v,
-        mask=masks.split(mask)[0],
-        layout=layout,
     )
 
 

@@ -150,8 +150,8 @@ def _notes(p: Problem, on: Hardware, bills: list[Traffic]) -> list[str]:
     if p.form != "decode" and on.shared_cache_bytes and head <= on.shared_cache_bytes:
         cache, least = in_bytes(on.shared_cache_bytes), in_bytes(bills[0].minimum_bytes)
         notes.append(
-            f"K and V of a head ({in_bytes(head)}) fit the shared cache ({cache}): re-reads of them can be served there, "
-            f"and the slow memory sees as little as {least}."
+            f"K and V of a head ({in_bytes(head)}) fit the shared cache ({cache}): re-reads of them can be served "
+            f"there, and the slow memory sees as little as {least}."
         )
     if not on.bandwidth:
         notes.append("No times: the rates are not known, for want of the native extension that measures them.")

@@ -1,0 +1,356 @@
+"""The CPU bars: attnworks against torch's attention (and OpenVINO's, ONNX Runtime's) on the machine at hand.
+
+    python benchmarks/cpu.py                          everything, under 15 minutes on 2 cores
+    python benchmarks/cpu.py --quick                  fewer sizes and runs, about 2 minutes
+    python benchmarks/cpu.py --section decode --dtype bfloat16
+    python benchmarks/cpu.py --markdown docs/results/cpu.md --json > rows.json
+
+Every row prints its bar and whether it holds. docs/benchmarking.md says how the numbers come about. From a source tree
+set PYTHONPATH=src; beyond torch nothing is needed, except openvino, onnxruntime and onnx for the section "peers".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cpu_probes
+from attnworks import Causal, Window
+from attnworks.backends import cpu
+from attnworks.problem import Problem
+from attnworks.workbench import ceilings, environment
+from attnworks.workbench.bench import Protocol, Result, measure
+from attnworks.workbench.providers import by_name, describe, label
+from attnworks.workbench.statistics import Ratio
+from cpu_rows import Row, markdown, print_section
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HEAD_DIMS = (64, 128)
+LENGTHS = (1024, 2048, 4096, 8192)
+TOKENS = 8192  # heads times length, the same for every length
+CONTEXTS = (4096, 16384, 65536)
+DECODE_HEADS = {"MHA 8/8": (8, 8), "GQA 32/8": (32, 8)}
+MEMORY_LENGTHS = (4096, 8192, 16384, 32768)
+MIB = 2**20
+
+PREFILL_BARS = {"float32": (1.15, 1.35), "bfloat16": (2.1, 2.5), "float16": (1.6, 1.9)}  # non-causal, causal
+PEER_BARS = (1.0, 1.7)
+WINDOW_BAR = 6.0
+DECODE_BARS = {
+    ("MHA 8/8", "float32"): 1.7,
+    ("MHA 8/8", "bfloat16"): 2.2,
+    ("MHA 8/8", "float16"): 5.0,
+    ("GQA 32/8", "float32"): 2.0,
+    ("GQA 32/8", "bfloat16"): 2.2,
+    ("GQA 32/8", "float16"): 7.0,
+}
+BANDWIDTH_BAR = 0.8
+MEMORY_BAR = 64 * MIB
+FLAT_BAR = 4 * MIB  # how much more at 32k than at 4k still counts as flat
+OVERHEAD_BAR = 1.5
+IMPORT_BAR = 0.1  # seconds
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line chose."""
+
+    dtypes: tuple[str, ...]
+    lengths: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    contexts: tuple[int, ...]
+    memory_lengths: tuple[int, ...]
+    threads: int
+    budget: float
+
+    def protocol(self, **changes: Any) -> Protocol:
+        return Protocol(**{"threads": self.threads, "budget_seconds": self.budget, "input_bytes": 256 * MIB} | changes)
+
+
+# ---- sections --------------------------------------------------------------------------------------------------------
+
+
+def prefill(settings: Settings) -> Iterator[Row]:
+    """Forward against SDPA."""
+    for dtype, head_dim, causal, length in _grid(settings, settings.lengths):
+        problem = _prefill_problem(dtype, head_dim, length, Causal() if causal else None)
+        result = _measure(problem, ("attnworks", "sdpa"), settings.protocol())
+        bar = PREFILL_BARS[dtype][causal]
+        away = "" if dtype != "bfloat16" or "avx512_bf16" in cpu.isas() else "the bar is for CPUs with avx512_bf16"
+        yield _ratio_row("prefill", _prefill_name(dtype, head_dim, length, causal), result, "sdpa", bar, away)
+
+
+def peers(settings: Settings) -> Iterator[Row]:
+    """Forward against the other CPU implementations; the bar is for the best of them."""
+    lengths = tuple(length for length in settings.lengths if length in (1024, 4096))
+    for dtype, head_dim, causal, length in _grid(settings, lengths):
+        problem = _prefill_problem(dtype, head_dim, length, Causal() if causal else None)
+        result = _measure(problem, ("attnworks", "openvino", "onnxruntime"), settings.protocol())
+        name = _prefill_name(dtype, head_dim, length, causal)
+        best = _best(result, ("openvino", "onnxruntime"))
+        for peer in ("openvino", "onnxruntime"):
+            away = "" if peer == best else "the bar is for the best peer"
+            yield _ratio_row("peers", name, result, peer, PEER_BARS[causal], away)
+
+
+def window(settings: Settings) -> Iterator[Row]:
+    """A window of 512 at the longest length, against SDPA's two ways to have one."""
+    length = max(settings.lengths)
+    for dtype in settings.dtypes:
+        problem = _prefill_problem(dtype, 64, length, Window(511, 0))
+        result = _measure(problem, ("attnworks", "sdpa", "sdpa-causal"), settings.protocol())
+        name = f"{dtype} window 512, D=64 N={length}"
+        yield _ratio_row("window", name, result, "sdpa", WINDOW_BAR, "the bar is for causal SDPA")
+        yield _ratio_row("window", name, result, "sdpa-causal", WINDOW_BAR)
+
+
+def decode(settings: Settings) -> Iterator[Row]:
+    """One query against a cache: the best of three ways in torch, and the machine's read bandwidth."""
+    others = ("sdpa", "sdpa-grouped", "standard")
+    for dtype in settings.dtypes:
+        for heads, (heads_q, heads_kv) in DECODE_HEADS.items():
+            for context in settings.contexts:
+                problem = describe(
+                    form="decode",
+                    batch=1,
+                    heads_q=heads_q,
+                    heads_kv=heads_kv,
+                    seq_q=1,
+                    seq_kv=context,
+                    head_dim=128,
+                    head_dim_v=128,
+                    dtype=DTYPES[dtype],
+                )
+                result = _measure(problem, ("attnworks", *others), settings.protocol())
+                name = f"{dtype} {heads}, D=128, context {context}"
+                best = _best(result, others)
+                for other in others:
+                    if other in result.refused:  # grouped rows where no heads are shared
+                        continue
+                    away = "" if other == best else "the bar is for torch's best"
+                    yield _ratio_row("decode", name, result, other, DECODE_BARS[heads, dtype], away)
+                yield _bandwidth_row(name, result)
+
+
+def memory(settings: Settings) -> Iterator[Row]:
+    """Peak extra memory of a forward, each in a process of its own."""
+    for dtype in settings.dtypes:
+        found = {length: _probe_memory("attnworks", length, dtype, settings) for length in settings.memory_lengths}
+        growth = found[max(found)] - found[min(found)]
+        for length, size in found.items():
+            name = f"{dtype} forward, {cpu_probes.HEADS} heads, D={cpu_probes.HEAD_DIM}, N={length}"
+            yield _memory_row(name, "attnworks", size, MEMORY_BAR)
+        name = f"{dtype} growth from N={min(found)} to {max(found)}"
+        yield _memory_row(name, "attnworks", growth, FLAT_BAR)
+    for length in settings.memory_lengths:
+        name = f"float32 forward, {cpu_probes.HEADS} heads, D={cpu_probes.HEAD_DIM}, N={length}"
+        for other in ("sdpa", "standard"):
+            if cpu_probes.fits(other, length):
+                yield _memory_row(name, other, _probe_memory(other, length, "float32", settings), None)
+
+
+def overhead(settings: Settings) -> Iterator[Row]:
+    """A call with almost nothing to compute, caches warm, many calls timed as one."""
+    problem = _prefill_problem("float32", 64, 16, None, heads=1)
+    providers = [cpu_probes.Repeated(by_name(name)) for name in ("attnworks", "sdpa")]
+    result = measure(problem, providers, settings.protocol(flush=False, budget_seconds=2.0))
+    own, other = result.records
+    ratio = own.ratio_to(other)
+    times = 1 / ratio.value
+    each = [f"{record.median / cpu_probes.CALLS * 1e6:.1f} µs" for record in (own, other)]
+    detail = f"{each[0]} against {each[1]} a call"
+    value = f"{times:.2f} x its time"
+    yield Row("overhead", "B1 H1 N16 D64", label("sdpa"), value, f"<= {OVERHEAD_BAR}", times <= OVERHEAD_BAR, detail)
+
+
+def import_time(settings: Settings) -> Iterator[Row]:
+    """What importing attnworks adds to importing torch."""
+    code = "import time, torch; t = time.perf_counter(); import attnworks; print(time.perf_counter() - t)"
+    runs = [
+        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout) for _ in range(7)
+    ]
+    middle = sorted(runs)[len(runs) // 2]
+    spread = f"7 processes, {min(runs) * 1e3:.0f} to {max(runs) * 1e3:.0f} ms"
+    value, bar = f"{middle * 1e3:.0f} ms", f"< {IMPORT_BAR * 1e3:.0f} ms"
+    yield Row("import", "import attnworks", "after import torch", value, bar, middle < IMPORT_BAR, spread)
+
+
+SECTIONS: dict[str, Callable[[Settings], Iterator[Row]]] = {
+    "prefill": prefill,
+    "window": window,
+    "decode": decode,
+    "memory": memory,
+    "overhead": overhead,
+    "import": import_time,
+    "peers": peers,
+}
+
+
+# ---- from results to rows --------------------------------------------------------------------------------------------
+
+
+def _grid(settings: Settings, lengths: tuple[int, ...]) -> Iterator[tuple[str, int, bool, int]]:
+    for dtype in settings.dtypes:
+        for head_dim in settings.head_dims:
+            for causal in (False, True):
+                for length in lengths:
+                    yield dtype, head_dim, causal, length
+
+
+def _prefill_problem(dtype: str, head_dim: int, length: int, mask: Any, heads: int = 0) -> Problem:
+    heads = heads or max(1, TOKENS // length)
+    return describe(
+        form="dense",
+        batch=1,
+        heads_q=heads,
+        heads_kv=heads,
+        seq_q=length,
+        seq_kv=length,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=DTYPES[dtype],
+        mask=mask,
+    )
+
+
+def _prefill_name(dtype: str, head_dim: int, length: int, causal: bool) -> str:
+    return f"{dtype} {'causal' if causal else 'full'}, D={head_dim} N={length}"
+
+
+def _measure(problem: Problem, names: tuple[str, ...], protocol: Protocol) -> Result:
+    return measure(problem, [by_name(name) for name in names], protocol)
+
+
+def _best(result: Result, others: tuple[str, ...]) -> str:
+    timed = [record for record in result.records if record.provider in others]
+    return min(timed, key=lambda record: record.median).provider if timed else ""
+
+
+def _ratio_row(section: str, name: str, result: Result, other: str, bar: float, away: str = "") -> Row:
+    """The ratio to one competitor. ``away``: why the bar is not meant for it."""
+    own, theirs = result.record("attnworks"), result.record(other)
+    if own is None or theirs is None:
+        reasons = result.failed | result.refused
+        missing = "attnworks" if own is None else other
+        passed = False if missing == "attnworks" else None
+        return Row(section, name, label(other), "-", f">= {bar}", passed, f"{missing}: {reasons[missing]}")
+    ratio: Ratio = own.ratio_to(theirs)
+    share = own.share_of_peak_flops
+    detail = [f"{own.median * 1e3:.3g} against {theirs.median * 1e3:.3g} ms, {len(own.seconds)} runs"]
+    if share is not None and section != "decode":
+        detail.append(f"{share:.0%} of FMA peak")
+    if not away and ratio.low < bar <= ratio.high:
+        detail.append("the bar lies within the noise")
+    if own.load["busy"]:
+        detail.append(f"others used {own.load['other_cores']} cores")
+    value = f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
+    passed = None if away else ratio.value >= bar
+    return Row(
+        section,
+        name,
+        label(other),
+        value,
+        f">= {bar}" if not away else "",
+        passed,
+        "; ".join([*detail, away]).rstrip("; "),
+    )
+
+
+def _bandwidth_row(name: str, result: Result) -> Row:
+    own = result.record("attnworks")
+    bar = f">= {BANDWIDTH_BAR:.0%}"
+    share = own.share_of_read_bandwidth if own else None
+    if own is None or share is None:
+        return Row("decode", name, "plain read", "-", bar, None, "no ceiling: the native extension is not built")
+    rate = own.ceilings["read_bytes_per_second"] or 0.0
+    detail = f"{share * rate / 1e9:.3g} of {rate / 1e9:.3g} GB/s"
+    return Row("decode", name, "plain read", f"{share:.0%}", bar, share >= BANDWIDTH_BAR, detail)
+
+
+def _probe_memory(provider: str, length: int, dtype: str, settings: Settings) -> int:
+    script = Path(__file__).with_name("cpu_probes.py")
+    command = [sys.executable, str(script), provider, str(length), dtype, str(settings.threads)]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def _memory_row(name: str, provider: str, size: int, bar: int | None) -> Row:
+    passed = None if bar is None else size < bar
+    text = "" if bar is None else f"< {bar // MIB} MiB"
+    return Row("memory", name, label(provider), f"{size / MIB:.1f} MiB", text, passed)
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--section", action="append", choices=list(SECTIONS), help="only these (default: all)")
+    parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only these (default: all)")
+    parser.add_argument("--length", action="append", type=int, choices=list(LENGTHS), help="only these prefill lengths")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--budget", type=float, help="seconds of timed runs for each problem (default: 5; quick: 1.5)")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and runs")
+    parser.add_argument("--json", action="store_true", help="JSON on stdout, progress on stderr")
+    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
+    return parser.parse_args()
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    quick = arguments.quick
+    return Settings(
+        dtypes=tuple(arguments.dtype or DTYPES),
+        lengths=tuple(arguments.length or ((1024, 4096) if quick else LENGTHS)),
+        head_dims=HEAD_DIMS[:1] if quick else HEAD_DIMS,
+        contexts=CONTEXTS[:2] if quick else CONTEXTS,
+        memory_lengths=(MEMORY_LENGTHS[0], MEMORY_LENGTHS[-1]) if quick else MEMORY_LENGTHS,
+        threads=arguments.threads,
+        budget=arguments.budget or (1.5 if quick else 5.0),
+    )
+
+
+def main() -> int:
+    arguments = _arguments()
+    settings = _settings(arguments)
+    torch.set_num_threads(settings.threads)
+    header: dict[str, Any] = {
+        "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "machine": environment.machine(),
+        "versions": environment.versions(),
+        "commit": environment.commit(),
+        "threads": settings.threads,
+    }
+    rows: list[Row] = []
+    started = time.perf_counter()
+    for name in arguments.section or SECTIONS:
+        section = []
+        for row in SECTIONS[name](settings):
+            section.append(row)
+            print(f"\r\033[K{name}: {row.problem}: {row.value}", end="", file=sys.stderr, flush=True)
+        print("\r\033[K", end="", file=sys.stderr)
+        rows += section
+        if section and not arguments.json:
+            print_section(section)
+    header["seconds"] = round(time.perf_counter() - started)
+    if arguments.markdown:
+        arguments.markdown.write_text(markdown(rows, header), encoding="utf-8")
+    failed = sum(row.passed is False for row in rows)
+    if arguments.json:
+        print(json.dumps(header | {"rows": [asdict(row) for row in rows]}, indent=2))
+    else:
+        barred = sum(row.passed is not None for row in rows)
+        native = "" if not ceilings.native_missing() else "; the native extension is not built"
+        print(f"\n{barred - failed} of {barred} bars hold; {header['seconds']} s{native}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
