@@ -4,7 +4,7 @@ import warnings
 import pytest
 import torch
 
-from attnworks import Plan, Softcap, UnsupportedError, attention, dispatch, explain
+from attnworks import Plan, Softcap, UnsupportedError, attention, attention_decode, dispatch, explain
 from attnworks.backends import cpu, reference
 from attnworks.hardware import detect
 from helpers import problem_of, randn
@@ -107,12 +107,20 @@ def test_an_unknown_backend_is_named(wrong):
 
 def test_falling_back_to_the_quadratic_reference_is_said_above_a_few_megabytes():
     small, large = randn(1, 1, 64, 8).double(), randn(1, 1, 1100, 8).double()
+    cache, lens = large.transpose(1, 2), torch.tensor([1100])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(small, small, small)
         attention(large, large, large, backend="reference")
-    with pytest.warns(RuntimeWarning, match=r"reference backend, which writes out all scores \(cpu: .*float64"):
-        attention(large, large, large[:, :, :, :7])
+        explain(large, large, large)
+    message = r"reference backend, which writes out all scores \(cpu: .*float64"
+    for call in (
+        lambda: attention(large, large, large[..., :7]),
+        lambda: attention_decode(cache, cache, cache[..., :7], kv_lens=lens),
+    ):
+        with pytest.warns(RuntimeWarning, match=message) as caught:
+            call()
+        assert caught[0].filename == __file__, "the warning points at the caller's line"
 
 
 @needs_native

@@ -173,7 +173,8 @@ def attention_varlen(
         deterministic=deterministic,
         batch_invariant=batch_invariant,
     )
-    launch = _prepared(described, backend, plan)
+    key = (described, backend, plan)
+    launch = _lookup(key) or _prepare(key, described, backend, plan)
     out, lse = launch(
         Operands(q, k, v, mask_operands, score_operands, cu_seqlens_q=offsets_q, cu_seqlens_kv=offsets_kv)
     )
@@ -247,7 +248,8 @@ def attention_decode(
         differentiable=_differentiable(q, k_cache, v_cache, score_operands),
         batch_invariant=batch_invariant,
     )
-    launch = _prepared(described, backend, plan)
+    key = (described, backend, plan)
+    launch = _lookup(key) or _prepare(key, described, backend, plan)
     if rotary is not None:
         q = cache.rotate(q, totals[:, None] - sizes.seq_q + torch.arange(sizes.seq_q, device=q.device), rotary)
     if k_new is not None and v_new is not None:
@@ -354,19 +356,16 @@ _split_scores: Callable[[object], tuple[ScoreSpec, tuple[Tensor, ...]]] = scores
 
 
 def _prepare(key: Hashable, described: Problem, backend: str, plan: Plan | None) -> Launcher:
-    chosen, plan, _ = dispatch.choose(described, backend, plan)
-    launch = chosen.prepare(described, plan)
+    chosen, best, verdicts = dispatch.choose(described, backend, plan)
+    if backend == "auto" and plan is None:
+        dispatch.warn_if_quadratic(described, chosen, verdicts)
+    launch = chosen.prepare(described, best)
     # A user's function would be kept alive, with all it captured, for a key that a fresh lambda never meets again.
     if not _holds_functions(described):
         if len(_PREPARED) >= _PREPARED_LIMIT:
             _PREPARED.clear()
         _PREPARED[key] = launch
     return launch
-
-
-def _prepared(described: Problem, backend: str, plan: Plan | None) -> Launcher:
-    key = (described, backend, plan)
-    return _lookup(key) or _prepare(key, described, backend, plan)
 
 
 def _lookup(key: Hashable) -> Launcher | None:

@@ -70,8 +70,6 @@ def choose(
                 candidate.check_plan(problem, plan)
             else:
                 plan = best_plan(problem, candidate.candidates(problem, hardware), hardware)
-            if asked == "auto":
-                _warn_if_quadratic(problem, candidate, found)
             return candidate, plan, found
     raise UnsupportedError([v for v in found if asked in ("auto", v.backend)], asked)
 
@@ -96,13 +94,14 @@ def _asked(backend: object, plan: object) -> str:
     return plan.backend
 
 
-def _warn_if_quadratic(problem: Problem, chosen: Backend, found: tuple[Verdict, ...]) -> None:
+def warn_if_quadratic(problem: Problem, chosen: Backend, found: tuple[Verdict, ...]) -> None:
+    """Say that ``auto`` ended at the reference, on a GPU or above a few MB of scores; once for each calling line."""
     score_bytes = 4 * problem.batch * problem.heads_q * problem.seq_q * problem.seq_kv
     if chosen is not reference or (problem.device.startswith("cpu") and score_bytes <= QUIET_SCORE_BYTES):
         return
     reasons = "; ".join(str(verdict) for verdict in found if not verdict.supported)
-    # The warnings module shows one message once for each place; the text holds no sizes, so that a loop over lengths
-    # does not repeat it.
+    # The warnings module shows one message once for each place: the line that called attention() or a sibling, three
+    # frames up. The text holds no sizes, so that a loop over lengths does not repeat it.
     warnings.warn(
         f"attention runs on the reference backend, which writes out all scores ({reasons})",
         RuntimeWarning,
