@@ -161,8 +161,8 @@ def markdown(found: dict[str, Any]) -> str:
     lines += [
         "## Instruction sets of the cpu backend",
         "",
-        ", ".join(found["isas"]) + ". The best one that the machine has is chosen at run time; a `Plan` names another.",
-        "The tests run each one that their machine has, and the C++ tests run NEON under an emulator.",
+        ", ".join(found["isas"]) + ": the best that the machine has is chosen at run time, a `Plan` names another.",
+        "The tests run each one that their machine has, and a C++ test runs NEON under an emulator.",
     ]
     return "\n".join(lines) + "\n"
 
