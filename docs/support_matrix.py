@@ -141,8 +141,8 @@ def markdown(found: dict[str, Any]) -> str:
         "# Support matrix",
         "",
         "Written by `make matrix` from the backends' own verdicts, for a CPU with the native extension built. A test",
-        "fails if a cell that says yes here becomes a refusal. An empty cell has no meaning in that form. What a backend",
-        'refuses it refuses with its reasons (below); `backend="auto"` then goes on to the next, and the last can do all.',
+        "fails if a cell that says yes here becomes a refusal. An empty cell has no meaning in that form. A backend",
+        'refuses with its reasons (listed below); `backend="auto"` then goes on to the next, and the last can do all.',
         "",
     ]
     reasons: dict[str, None] = {}
