@@ -2,6 +2,12 @@
 
 #include <stdexcept>
 
+#ifdef ATTNWORKS_WITH_amx_bf16
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace attnworks {
 
 // CMake defines ATTNWORKS_WITH_<isa> for every per-ISA file that this compiler could build.
@@ -19,6 +25,9 @@ ATTNWORKS_DECLARE(avx512)
 #ifdef ATTNWORKS_WITH_avx512_bf16
 ATTNWORKS_DECLARE(avx512_bf16)
 #endif
+#ifdef ATTNWORKS_WITH_amx_bf16
+ATTNWORKS_DECLARE(amx_bf16)
+#endif
 #ifdef ATTNWORKS_WITH_neon
 ATTNWORKS_DECLARE(neon)
 #endif
@@ -30,6 +39,17 @@ struct Entry {
   bool supported;
 };
 
+#ifdef ATTNWORKS_WITH_amx_bf16
+// Linux hands out the 8 KiB of tile registers only to processes that ask (kernel documentation, "Using XSTATE features in user space applications").
+bool amx_bf16_usable() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+  const bool has_bf16 = edx >> 22 & 1, has_tiles = edx >> 24 & 1;
+  constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+  return has_bf16 && has_tiles && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#endif
+
 // __builtin_cpu_supports also asks (by xgetbv) whether the operating system saves the wide registers.
 std::vector<Entry> entries() {
   std::vector<Entry> all;
@@ -38,6 +58,9 @@ std::vector<Entry> entries() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   [[maybe_unused]] const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+#ifdef ATTNWORKS_WITH_amx_bf16
+  all.push_back({&amx_bf16::kernels, avx512 && __builtin_cpu_supports("avx512bf16") && amx_bf16_usable()});
 #endif
 #ifdef ATTNWORKS_WITH_avx512_bf16
   all.push_back({&avx512_bf16::kernels, avx512 && __builtin_cpu_supports("avx512bf16")});

@@ -14,7 +14,8 @@
 namespace attnworks::ATTNWORKS_ISA {
 
 constexpr int SCORES_ROW = MAX_TILE_KV + W;  // no power of two, whose rows would share cache sets; the slack takes mask_row's overrun
-constexpr int ROW_STATE = (MR + W - 1) / W * W;  // running_max of a micro-block, in whole vectors
+template <typename T>
+constexpr int ROW_STATE = (BLOCK_Q<T> + W - 1) / W * W;  // running_max of a micro-block, in whole vectors
 
 // How a problem lies in scratch; offsets in floats, each region a multiple of 16 of them.
 struct ForwardLayout {
@@ -22,20 +23,17 @@ struct ForwardLayout {
   int64_t units;        // of a row of q or k
   int64_t acc_stride;   // head_dim_v, padded to whole vectors
   int64_t panel_stride; // of packed v
-  bool packs_v;         // else v is read in place
   int64_t q, k, v, acc, scores, running_max, running_sum, size;
 };
 
 template <typename T>
 static ForwardLayout forward_layout(const ForwardProblem& p) {
   ForwardLayout l;
-  l.tile_q = align_up(least(most(p.tile_q, 1), MAX_TILE_Q), MR);
+  l.tile_q = align_up(least(most(p.tile_q, 1), MAX_TILE_Q), BLOCK_Q<T>);
   l.tile_kv = align_up(least(most(p.tile_kv, 1), MAX_TILE_KV), PANEL);
   l.units = row_units<T>(p.head_dim);
-  l.acc_stride = align_up(p.head_dim_v, W);
+  l.acc_stride = align_up(p.head_dim_v, in_tiles<T> ? PANEL : W);
   l.panel_stride = row_units<T>(l.tile_kv) * PANEL;
-  // In place only where rows lie close together: at large strides the rows of a tile compete for few cache sets and many TLB entries.
-  l.packs_v = true;
   int64_t at = 0;
   auto region = [&at](int64_t floats) {
     const int64_t begin = at;
@@ -44,10 +42,10 @@ static ForwardLayout forward_layout(const ForwardProblem& p) {
   };
   l.q = region(l.tile_q * l.units);
   l.k = region(l.tile_kv * l.units);
-  l.v = region(l.packs_v ? align_up(p.head_dim_v, PANEL) / PANEL * l.panel_stride : 0);
+  l.v = region(align_up(p.head_dim_v, PANEL) / PANEL * l.panel_stride);
   l.acc = region(l.tile_q * l.acc_stride);
-  l.scores = region(MR * SCORES_ROW + W) + W;
-  l.running_max = region(l.tile_q / MR * ROW_STATE);
+  l.scores = region(BLOCK_Q<T> * SCORES_ROW + W) + W;
+  l.running_max = region(l.tile_q / BLOCK_Q<T> * ROW_STATE<T>);
   l.running_sum = region(l.tile_q * W);
   l.size = at;
   return l;
@@ -108,13 +106,13 @@ ATTNWORKS_INLINE void row_probs(float* scores, int64_t begin, int64_t end, float
   store(running_sum, sum[0]);
 }
 
-// One step of the online softmax (Milakov & Gimelshein 2018, algorithm 3) for the MR rows of a micro-block, in base 2: scores become probs,
+// One step of the online softmax (Milakov & Gimelshein 2018, algorithm 3) for the rows of a micro-block, in base 2: scores become probs,
 // running_max and running_sum are brought up to date, rescale is what the old acc must be multiplied by. tile_max: of these scores.
-template <bool PAIRS>
+template <typename T>
 ATTNWORKS_INLINE void softmax_step(float* scores, int64_t begin, int64_t end, const float* tile_max, float* running_max, float* running_sum,
                                    float* rescale) {
-  float shift[ROW_STATE];
-  for (int r = 0; r < ROW_STATE; r += W) {
+  float shift[ROW_STATE<T>];
+  for (int r = 0; r < ROW_STATE<T>; r += W) {
     const Vec before = load(running_max + r), after = max(before, load(tile_max + r));
     // While a row has seen nothing but -inf, a finite number stands in for its maximum: then -inf - -inf never happens, and exp2 gives 0.
     const Vec finite = max(set1(-FLT_MAX), after);
@@ -122,7 +120,8 @@ ATTNWORKS_INLINE void softmax_step(float* scores, int64_t begin, int64_t end, co
     store(shift + r, finite);
     store(rescale + r, exp2<5>(sub(before, finite)));
   }
-  for (int r = 0; r < MR; r++) row_probs<PAIRS>(scores + r * SCORES_ROW, begin, end, shift[r], rescale[r], running_sum + r * W);
+  for (int r = 0; r < BLOCK_Q<T>; r++)
+    row_probs<in_pairs<T>>(scores + r * SCORES_ROW, begin, end, shift[r], rescale[r], running_sum + r * W);
 }
 
 // One micro-block against keys [tile, tile + keys) of a packed tile; `row` is its first query row.
@@ -130,36 +129,50 @@ template <typename T>
 static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const VisibleKeys& visible,
                                 int64_t row, int64_t tile, int64_t keys, int64_t packed_begin, float factor, float* scratch) {
   constexpr bool PAIRS = in_pairs<T>;
-  const int64_t last = least(row + MR, task.row_end) - 1;
+  constexpr int ROWS = BLOCK_Q<T>;
+  const int64_t last = least(row + ROWS, task.row_end) - 1;
   const int64_t first_key = most(visible.begin(row) - tile, 0), end_key = least(visible.end(last) - tile, keys);
   if (first_key >= end_key) return;
   const int64_t begin = first_key / PANEL * PANEL, end = align_up(end_key, PANEL);
   const int64_t block = row - task.row_begin;
 
   float* scores = scratch + l.scores;
-  for (int64_t at = begin; at < end; at += PANEL)
-    scores_kernel<PAIRS, SCORES_ROW>(l.units, scratch + l.q + block * l.units, scratch + l.k + (at - packed_begin) * l.units, factor,
-                                     scores + at);
+  for (int64_t at = begin; at < end; at += PANEL) {
+    const float *q = scratch + l.q + block * l.units, *k = scratch + l.k + (at - packed_begin) * l.units;
+    if constexpr (in_tiles<T>) {
+      tile_scores(l.units, q, k, scores + at, SCORES_ROW);
+    } else {
+      scores_kernel<PAIRS, SCORES_ROW>(l.units, q, k, factor, scores + at);
+    }
+  }
 
-  float tile_max[ROW_STATE], rescale[ROW_STATE];
-  for (int r = MR; r < ROW_STATE; r++) tile_max[r] = 0;
-  for (int r = 0; r < MR; r++) {
+  float tile_max[ROW_STATE<T>], rescale[ROW_STATE<T>];
+  for (int r = ROWS; r < ROW_STATE<T>; r++) tile_max[r] = 0;
+  for (int r = 0; r < ROWS; r++) {
+    if constexpr (in_tiles<T>) scale_row(scores + r * SCORES_ROW + begin, end - begin, factor);
     // Rows past the last are computed like the last and never stored.
     const int64_t query = least(row + r, last);
     const int64_t visible_begin = visible.begin(query) - tile, visible_end = least(visible.end(query) - tile, keys);
     if (visible_begin > begin || visible_end < end) mask_row(scores + r * SCORES_ROW, begin, end, visible_begin, visible_end);
     tile_max[r] = row_max<NV>(scores + r * SCORES_ROW, begin, end);
   }
-  softmax_step<PAIRS>(scores, begin, end, tile_max, scratch + l.running_max + block / MR * ROW_STATE, scratch + l.running_sum + block * W,
-                      rescale);
+  softmax_step<T>(scores, begin, end, tile_max, scratch + l.running_max + block / ROWS * ROW_STATE<T>,
+                  scratch + l.running_sum + block * W, rescale);
 
-  const int64_t from = row_units<T>(first_key - first_key % 2), depth = row_units<T>(end_key) - from;
+  const int64_t from = in_tiles<T> ? begin / 2 : row_units<T>(first_key - first_key % 2), depth = row_units<T>(end_key) - from;
   const int64_t packed_from = from - row_units<T>(packed_begin);
+  float* acc = scratch + l.acc + block * l.acc_stride;
+  if constexpr (in_tiles<T>) {
+    for (int r = 0; r < ROWS; r++)
+      if (rescale[r] != 1.f) scale_row(acc + r * l.acc_stride, l.acc_stride, rescale[r]);
+  }
   for (int64_t column = 0; column < p.head_dim_v; column += PANEL) {
-    const float* v = l.packs_v ? scratch + l.v + column / PANEL * l.panel_stride + packed_from * PANEL
-                               : (const float*)task.v + (tile + from) * p.v.row + column;
-    values<PAIRS, SCORES_ROW>(least(NV, (l.acc_stride - column) / W), depth, scores + from, v, l.packs_v ? PANEL : p.v.row, rescale,
-                              scratch + l.acc + block * l.acc_stride + column, l.acc_stride);
+    const float* v = scratch + l.v + column / PANEL * l.panel_stride + packed_from * PANEL;
+    if constexpr (in_tiles<T>) {
+      tile_values(depth, scores + from, SCORES_ROW, v, acc + column, l.acc_stride);
+    } else {
+      values<PAIRS, SCORES_ROW>(least(NV, (l.acc_stride - column) / W), depth, scores + from, v, PANEL, rescale, acc + column, l.acc_stride);
+    }
   }
 }
 
@@ -174,29 +187,29 @@ static void forward_finish(const ForwardProblem& p, const ForwardTask& task, con
     int64_t column = 0;
     for (; column + W <= p.head_dim_v; column += W) store_from_float(out + column, mul(factor, load(acc + column)));
     if (column < p.head_dim_v) store_from_float_n(out + column, mul(factor, load(acc + column)), p.head_dim_v - column);
-    if (task.lse) task.lse[row * p.lse.row] = sum == 0 ? -INFINITY : (scratch[l.running_max + r / MR * ROW_STATE + r % MR] + log2f(sum)) * LN2;
+    if (task.lse) task.lse[row * p.lse.row] = sum == 0 ? -INFINITY : (scratch[l.running_max + r / BLOCK_Q<T> * ROW_STATE<T> + r % BLOCK_Q<T>] + log2f(sum)) * LN2;
   }
 }
 
 template <typename T>
 static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float* scratch) {
+  [[maybe_unused]] const TileState<in_tiles<T>> tile_state;
   const ForwardLayout l = forward_layout<T>(p);
   const VisibleKeys visible = {p.bounds, p.bounds.shift(task.seq_q, task.seq_kv), task.seq_kv};
-  const int64_t rows = task.row_end - task.row_begin, blocks = align_up(rows, MR);
+  const int64_t rows = task.row_end - task.row_begin, blocks = align_up(rows, BLOCK_Q<T>);
   const float factor = p.scale * LOG2E;  // scores in base 2; q carries it, except in pairs, whose rounding it would double
   pack_q((const T*)task.q + task.row_begin * p.q.row, p.q.row, rows, p.head_dim, factor, scratch + l.q);
   memset(scratch + l.acc, 0, blocks * l.acc_stride * 4);
-  memset(scratch + l.running_sum, 0, blocks * W * 4);
-  for (int64_t r = 0; r < blocks / MR * ROW_STATE; r++) scratch[l.running_max + r] = -INFINITY;
+  memset(scratch + l.running_sum, 0, (size_t)blocks * W * 4);
+  for (int64_t r = 0; r < blocks / BLOCK_Q<T> * ROW_STATE<T>; r++) scratch[l.running_max + r] = -INFINITY;
 
   const int64_t first = visible.begin(task.row_begin), end = visible.end(task.row_end - 1);
   for (int64_t tile = first / l.tile_kv * l.tile_kv; tile < end; tile += l.tile_kv) {
     const int64_t keys = least(l.tile_kv, end - tile), packed_begin = most(first - tile, 0) / PANEL * PANEL;
     const int64_t key = tile + packed_begin;
     pack_k((const T*)task.k + key * p.k.row, p.k.row, keys - packed_begin, p.head_dim, scratch + l.k);
-    if (l.packs_v)
-      pack_v((const T*)task.v + key * p.v.row, p.v.row, keys - packed_begin, p.head_dim_v, scratch + l.v, l.panel_stride);
-    for (int64_t row = task.row_begin; row < task.row_end; row += MR)
+    pack_v((const T*)task.v + key * p.v.row, p.v.row, keys - packed_begin, p.head_dim_v, scratch + l.v, l.panel_stride);
+    for (int64_t row = task.row_begin; row < task.row_end; row += BLOCK_Q<T>)
       forward_micro_block<T>(p, task, l, visible, row, tile, keys, packed_begin, factor, scratch);
   }
   forward_finish<T>(p, task, l, scratch);

@@ -17,6 +17,9 @@ static double flops_loop(int64_t iterations) {
   return (double)iterations * MR * NV * W * (PAIRS ? 4 : 2);
 }
 static double flops(DType dtype, int64_t iterations) {
+#ifdef ATTNWORKS_AMX
+  if (dtype == DType::bfloat16) return tile_flops(iterations);
+#endif
   if constexpr (HAS_BF16_DOT)
     if (dtype == DType::bfloat16) return flops_loop<true>(iterations);
   return flops_loop<false>(iterations);

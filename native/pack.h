@@ -2,9 +2,9 @@
 #pragma once
 #include <string.h>
 
-namespace attnworks::ATTNWORKS_ISA {
+#include "tiles.h"
 
-constexpr int PANEL = NV * W;  // keys (of k) or columns (of v) that one microkernel covers
+namespace attnworks::ATTNWORKS_ISA {
 
 // With bf16 dot products a tile is kept as 32-bit pairs of bf16, else as fp32. A row of head_dim elements has row_units of either.
 template <typename T>
@@ -12,13 +12,20 @@ constexpr bool in_pairs = false;
 template <>
 constexpr bool in_pairs<bf16> = HAS_BF16_DOT;
 
+// With AMX the products of pairs are made of tiles: more rows in a micro-block, and everything padded to whole tiles.
+template <typename T>
+constexpr bool in_tiles = HAS_TILES && in_pairs<T>;
+template <typename T>
+constexpr int BLOCK_Q = in_tiles<T> ? 32 : MR;  // query rows of a micro-block
+
 ATTNWORKS_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 ATTNWORKS_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 ATTNWORKS_INLINE int64_t align_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
 
 template <typename T>
 ATTNWORKS_INLINE int64_t row_units(int64_t dim) {
-  return in_pairs<T> ? (dim + 1) / 2 : dim;
+  const int64_t units = in_pairs<T> ? (dim + 1) / 2 : dim;
+  return in_tiles<T> ? align_up(units, 16) : units;
 }
 
 // Up to W units of a row of dim elements, from unit `at` on; past its end 0, and nothing is read there.
@@ -33,15 +40,19 @@ ATTNWORKS_INLINE Vec load_units(const T* row, int64_t at, int64_t dim) {
   }
 }
 
-// rows x dim of q -> micro-blocks [rows / MR][units][MR], times `factor` (fp32 only); rows past the last are 0.
+// rows x dim of q -> micro-blocks [rows / MR][units][MR], times `factor` (fp32 only); row by row in tiles. Rows past the last are 0.
 template <typename T>
 static void pack_q(const T* q, int64_t stride, int64_t rows, int64_t dim, float factor, float* packed) {
   const int64_t units = row_units<T>(dim);
-  for (int64_t row = 0; row < align_up(rows, MR); row++) {
+  for (int64_t row = 0; row < align_up(rows, BLOCK_Q<T>); row++) {
     float* to = packed + row / MR * units * MR + row % MR;
     for (int64_t at = 0; at < units; at += W) {
       float unit[W];
       Vec x = row < rows ? load_units(q + row * stride, at, dim) : zero();
+      if constexpr (in_tiles<T>) {
+        store(packed + row * units + at, x);
+        continue;
+      }
       if constexpr (!in_pairs<T>) x = mul(x, set1(factor));
       store(unit, x);
       for (int i = 0; i < least(W, units - at); i++) memcpy(to + (at + i) * MR, unit + i, 4);
@@ -75,13 +86,14 @@ static void pack_k(const T* k, int64_t stride, int64_t keys, int64_t dim, float*
 
 // keys x dim of v -> panels [ceil(dim / PANEL)][panel_stride = units of keys * PANEL], each [key units][PANEL]; columns past the last are 0.
 // In pairs, a unit holds two neighbouring keys of one column; an odd last key is paired with 0.
+// In tiles the keys are filled up with 0 to a whole panel: a tile multiplies all of its rows.
 template <typename T>
 static void pack_v(const T* v, int64_t stride, int64_t keys, int64_t dim, float* packed, int64_t panel_stride) {
   if constexpr (in_pairs<T>) {
     static_assert(NV % 2 == 0);
-    for (int64_t key = 0; key < keys; key += 2)
+    for (int64_t key = 0; key < (in_tiles<T> ? align_up(keys, PANEL) : keys); key += 2)
       for (int64_t column = 0; column < dim; column += 2 * W) {
-        const Vec row = load_units(v + key * stride, column / 2, dim);
+        const Vec row = key < keys ? load_units(v + key * stride, column / 2, dim) : zero();
         const Vec next = key + 1 < keys ? load_units(v + (key + 1) * stride, column / 2, dim) : zero();
         Vec lo, hi;
         interleave_bf16(row, next, lo, hi);
