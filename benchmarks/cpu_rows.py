@@ -43,8 +43,8 @@ def markdown(rows: list[Row], header: dict[str, Any]) -> str:
         f"# CPU bars, {header['when']}",
         "",
         f"{machine['name']}, {header['threads']} threads, kernels {machine['isas'][0] if machine['isas'] else 'none'}; "
-        f"{versions}; commit {header['commit']}. Ratios are how many times as fast attnworks is: medians of interleaved "
-        "runs, with a 99 % interval (`benchmarks/cpu.py`, protocol in `docs/benchmarking.md`).",
+        f"{versions}; commit {header['commit']}. Ratios are how many times as fast attnworks is: medians of "
+        "interleaved runs, with a 99 % interval (`benchmarks/cpu.py`, protocol in `docs/benchmarking.md`).",
     ]
     for section in dict.fromkeys(row.section for row in rows):
         text += [

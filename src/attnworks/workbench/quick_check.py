@@ -60,7 +60,7 @@ def sample(size: int, count: int, rng: random.Random) -> list[int]:
     """Up to ``count`` of 0..size-1 in order: always the first and the last, the others at random."""
     if size <= count:
         return list(range(size))
-    return sorted({0, size - 1, *rng.sample(range(size), count - 2)})
+    return [0, *sorted(rng.sample(range(1, size - 1), count - 2)), size - 1]
 
 
 def check(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, seed: int = 0) -> Check:

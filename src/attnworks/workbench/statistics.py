@@ -23,7 +23,8 @@ SMALLEST_DIFFERENCE = 0.01
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast a kernel is as another: the other's median time over its own.
+    """How many times as fast a kernel is as another: the other's time over its own, the median of the rounds' ratios
+    where they were interleaved, else the ratio of medians.
 
     ``low``, ``high``: the interval that holds the true ratio with the given ``confidence``. ``verdict`` is "undecided"
     where the interval holds ratios that are no difference.
@@ -65,10 +66,11 @@ def percentile_90(seconds: Sequence[float]) -> float:
 def ratio(own: Sequence[float], other: Sequence[float], *, paired: bool, seed: int = 0) -> Ratio:
     """The ``Ratio`` of a kernel with run times ``own`` to one with run times ``other``, in seconds.
 
-    ``paired``: run i of both belongs to the same round, so that drift of the machine between rounds cancels; rounds are
-    resampled then, else each side by itself. Percentile bootstrap of the ratio of medians (Efron 1979); with fewer than
-    ``FEWEST_FOR_BOOTSTRAP`` runs the range of the rounds' ratios (paired) or of the runs' (not paired), which holds the
-    median with probability 1 - 2^(1 - n). Raises ``ValueError`` for no runs or paired runs of different number.
+    ``paired``: run i of both belongs to the same round. The ratio is taken in each round then, so that the machine's
+    drift from round to round cancels, and rounds are resampled; otherwise each side by itself. Percentile bootstrap
+    (Efron 1979); with fewer than ``FEWEST_FOR_BOOTSTRAP`` runs the range of the rounds' ratios (paired) or of the
+    runs' (not paired), which holds the median with probability 1 - 2^(1 - n). Raises ``ValueError`` for no runs or
+    paired runs of different number.
     """
     mine, theirs = np.asarray(own, dtype=np.float64), np.asarray(other, dtype=np.float64)
     if not mine.size or not theirs.size:
@@ -76,15 +78,21 @@ def ratio(own: Sequence[float], other: Sequence[float], *, paired: bool, seed: i
     if paired and mine.size != theirs.size:
         raise ValueError(f"own, other: had {mine.size} and {theirs.size} runs, must have equally many to be paired")
     runs = min(mine.size, theirs.size)
-    value = float(np.median(theirs) / np.median(mine))
+    rounds = theirs / mine if paired else None
+    value = float(np.median(theirs) / np.median(mine) if rounds is None else np.median(rounds))
     if runs < FEWEST_FOR_BOOTSTRAP:
-        ratios = theirs / mine if paired else np.array([theirs.min() / mine.max(), theirs.max() / mine.min()])
-        low, high = float(min(ratios.min(), value)), float(max(ratios.max(), value))
-        return Ratio(value, low, high, 1 - 2.0 ** (1 - runs), runs, paired)
+        reached = np.array([theirs.min() / mine.max(), theirs.max() / mine.min()]) if rounds is None else rounds
+        return Ratio(value, float(reached.min()), float(reached.max()), 1 - 2.0 ** (1 - runs), runs, paired)
     rng = np.random.default_rng(seed)
-    picked = rng.integers(mine.size, size=(RESAMPLES, mine.size))
-    others = picked if paired else rng.integers(theirs.size, size=(RESAMPLES, theirs.size))
-    resampled: NDArray[np.float64] = np.median(theirs[others], axis=1) / np.median(mine[picked], axis=1)
+    if rounds is not None:
+        resampled = _resampled_medians(rounds, rng)
+    else:
+        resampled = _resampled_medians(theirs, rng) / _resampled_medians(mine, rng)
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(resampled, [tail, 100 - tail])
     return Ratio(value, float(low), float(high), CONFIDENCE, runs, paired)
+
+
+def _resampled_medians(values: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+    medians: NDArray[np.float64] = np.median(values[rng.integers(values.size, size=(RESAMPLES, values.size))], axis=1)
+    return medians

@@ -1,0 +1,205 @@
+"""The command line: JSON alone on stdout, the well-known bill, clear errors, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import attnworks
+from attnworks.workbench import ceilings
+from attnworks.workbench.cli import COMMANDS, main, output
+from attnworks.workbench.providers import Provider, Sdpa
+
+TINY = ("--seq", "24", "--heads", "2", "--runs", "5", "--budget", "0", "--threads", "1")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments), env={"COLUMNS": "200"}, prog_name="attnworks")
+
+
+def run_json(*arguments: str) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def small_flush(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "_LARGEST_FLUSH_BYTES", 1 << 20)
+
+
+def test_version_and_help() -> None:
+    assert attnworks.__version__ in run("--version").stdout
+    listed = run("--help").stdout
+    assert all(name in listed for name in ("bench", "traffic", "explain", "devices"))
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if main.get_command(None, name)])  # type: ignore[arg-type]
+def test_every_command_speaks_json(name: str) -> None:
+    assert "--json" in run(name, "--help").stdout
+
+
+def test_importing_attnworks_loads_nothing_of_the_command_line() -> None:
+    code = "import attnworks, sys; print([name for name in ('click', 'rich') if name in sys.modules])"
+    alone = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert alone.strip() == "[]"
+
+
+# ---- traffic ---------------------------------------------------------------------------------------------------------
+
+
+def test_traffic_prints_the_well_known_bill() -> None:
+    found = run_json("traffic")
+    assert found["matrix_bytes"] == 32 * 2**20
+    assert found["scores_and_probs_bytes"] == 134_217_728
+    assert found["flops"] == 8_589_934_592
+    assert found["scores_and_probs_seconds"] == pytest.approx(67e-6, abs=0.5e-6)
+    assert found["flops_seconds"] == pytest.approx(86e-6, abs=0.5e-6)
+    assert found["statement"].startswith("Tiling saves bytes, not FLOPs")
+    assert [bill["schedule"] for bill in found["schedules"]] == ["standard", "kv_outer", "q_outer"]
+    text = run("traffic").stdout
+    for words in ("32 MiB", "134,217,728 bytes", "67.1 µs", "8.59 GFLOP", "85.9 µs", "saves bytes, not FLOPs"):
+        assert words in text
+
+
+def test_traffic_takes_problems_tiles_and_machines() -> None:
+    found = run_json("traffic", "--causal", "--tile-q", "64", "--tile-kv", "32", "--machine", "t4", "--heads", "4")
+    assert found["machine"]["name"] == "NVIDIA T4"
+    assert {(bill["tile_q"], bill["tile_kv"]) for bill in found["schedules"]} == {(64, 32)}
+    assert found["schedules"][1]["executed_flops"] < found["schedules"][0]["executed_flops"]
+    assert "hides whole tiles saves both" in run("traffic", "--causal").stdout
+    decode = run_json("traffic", "--decode", "--heads", "8", "--heads-kv", "2")
+    assert decode["problem"]["form"] == "decode"
+    assert [bill["schedule"] for bill in decode["schedules"]] == ["standard", "q_outer", "split_kv"]
+
+
+def test_traffic_on_this_machine() -> None:
+    found = run_json("traffic", "--machine", "cpu", "--seq", "128")
+    assert (found["machine"]["bandwidth"] is None) == ceilings.native_missing()
+    assert run("traffic", "--machine", "cpu", "--seq", "128").exit_code == 0
+
+
+# ---- problems --------------------------------------------------------------------------------------------------------
+
+
+def test_problem_options_become_the_problem() -> None:
+    found = run_json(
+        *("explain", "--batch", "3", "--heads", "6", "--heads-kv", "2", "--seq", "10", "--seq-kv", "20"),
+        *("--head-dim", "8", "--head-dim-v", "4", "--dtype", "bf16", "--causal", "--window", "5,-"),
+    )["problem"]
+    named = {"batch": 3, "heads_q": 6, "heads_kv": 2, "seq_q": 10, "seq_kv": 20, "head_dim": 8, "head_dim_v": 4}
+    assert {name: found[name] for name in named} == named
+    assert (found["dtype"], found["mask"]) == ("bfloat16", "window(5, 0)")
+
+
+def test_cases_are_problems_too() -> None:
+    shape = run_json("explain", "--case", "Llama-3-8B", "--dtype", "fp16", "--batch", "2")["problem"]
+    assert (shape["batch"], shape["heads_q"], shape["heads_kv"], shape["seq_q"]) == (2, 32, 8, 8192)
+    assert run_json("explain", "--case", "empty: seq_kv")["problem"]["seq_kv"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("explain", "--heads", "3", "--heads-kv", "2"), "multiple"),
+        (("explain", "--window", "5"), "L,R"),
+        (("explain", "--case", "Llama-3-8B", "--seq", "5"), "--seq"),
+        (("explain", "--case", "no such case"), "no such case"),
+        (("explain", "--case", "decode"), "must name one"),
+        (("explain", "--backend", "gpu"), "backend"),
+        (("traffic", "--machine", "abacus"), "abacus"),
+        (("bench", "--providers", "fastest"), "fastest"),
+        (("fly",), "fly"),
+    ],
+)
+def test_mistakes_are_named_without_a_traceback(arguments: tuple[str, ...], words: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code in (1, 2)
+    assert words in result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.output
+
+
+# ---- explain, devices ------------------------------------------------------------------------------------------------
+
+
+def test_explain_gives_every_verdict() -> None:
+    found = run_json("explain", "--dtype", "fp64")
+    assert found["backend"] == "reference"
+    verdicts = {verdict["backend"]: verdict for verdict in found["verdicts"]}
+    assert verdicts["reference"]["supported"]
+    assert any("float64" in reason for reason in verdicts["cpu"]["reasons"])
+    assert "float64" in run("explain", "--dtype", "fp64").stdout
+
+
+def test_devices_describe_the_machine() -> None:
+    found = run_json("devices")
+    assert found["cpu"]["torch_threads"] == torch.get_num_threads()
+    assert "textbook" in found["machine_files"]
+    assert "ceilings" not in found
+    assert found["cpu"]["name"] in run("devices").stdout
+
+
+def test_devices_measure() -> None:
+    found = run_json("devices", "--measure", "--threads", "1")["ceilings"]
+    if ceilings.native_missing():
+        assert found is None
+    else:
+        assert found["threads"] == 1
+        assert found["read_bytes_per_second"] > 1e8
+
+
+# ---- bench -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_flush")
+def test_bench_gives_records_and_ratios(tmp_path: Any) -> None:
+    path = tmp_path / "records.jsonl"
+    (result,) = run_json("bench", *TINY, "--save", str(path))["results"]
+    assert [record["provider"] for record in result["records"]] == ["attnworks", "sdpa", "standard"]
+    assert set(result["ratios"]) == {"attnworks/sdpa", "attnworks/standard"}
+    assert len(path.read_text().splitlines()) == 3
+    text = run("bench", *TINY, "--providers", "attnworks,sdpa,sdpa-grouped").stdout
+    assert "torch SDPA" in text
+    assert "F.scaled_dot_product_attention(q, k, v)" in text
+    assert "5 runs instead of" not in text
+    assert "no shared KV heads" in text
+
+
+@pytest.mark.usefixtures("small_flush")
+def test_bench_of_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnworks.workbench.cli import bench as module
+
+    class Zeros(Sdpa):
+        def bind(self, problem: Any, inputs: Any) -> Any:
+            bound = super().bind(problem, inputs)
+            return bound._replace(run=lambda: torch.zeros_like(bound.run()))
+
+    def wrong(name: str) -> Provider:
+        return Zeros()
+
+    monkeypatch.setattr(module, "by_name", wrong)
+    result = run("bench", *TINY)
+    assert result.exit_code == 1
+    assert "not benchmarked" in result.stdout
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_carry_their_units() -> None:
+    assert output.in_bytes(None) == output.in_rate(None, "B/s") == output.in_seconds(None) == "-"
+    assert output.in_bytes(33_554_432) == "32 MiB"
+    assert output.in_bytes(1_070_000_000) == "1020 MiB"
+    assert output.in_bytes(12) == "12 B"
+    assert output.in_seconds(67.1e-6) == "67.1 µs"
+    assert output.in_seconds(5e-9) == "5 ns"
+    assert output.in_rate(2e12, "B/s") == "2 TB/s"
+    assert output.in_rate(8_589_934_592, "FLOP") == "8.59 GFLOP"
+    assert output.in_percent(0.815) == "82 %"

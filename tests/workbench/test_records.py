@@ -1,0 +1,78 @@
+"""Records: written and read back without loss, one schema, derived numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnworks.workbench import environment, records
+from attnworks.workbench.records import Record
+
+RECORD = Record(
+    session="s",
+    when="2026-01-01T00:00:00+00:00",
+    provider="attnworks",
+    form="attention(q, k, v)",
+    problem={"form": "dense"},
+    plan={"schedule": "tiled"},
+    seconds=(0.5, 0.25, 0.25),
+    check={"worst_share_of_bound": 0.1},
+    flops=1000,
+    minimum_bytes=400,
+    modelled_bytes=None,
+    peak_extra_bytes=10,
+    ceilings={"read_bytes_per_second": 3200.0, "flops_per_second": None},
+    conditions={"threads": 2},
+    machine={"name": "cpu"},
+    versions={"torch": "2"},
+    commit=None,
+    load={"busy": False},
+    notes=("3 runs instead of 50",),
+)
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    records.save(path, [RECORD])
+    records.save(path, [replace(RECORD, provider="sdpa")])
+    assert records.load(path) == [RECORD, replace(RECORD, provider="sdpa")]
+
+
+def test_json_holds_the_derived_numbers() -> None:
+    values = json.loads(json.dumps(RECORD.to_json()))
+    assert values["median"] == 0.25
+    assert values["percentile_90"] == pytest.approx(0.45)
+    assert values["flops_per_second"] == 4000
+    assert values["share_of_read_bandwidth"] == 0.5
+    assert values["share_of_peak_flops"] is None
+    assert Record.from_json(values) == RECORD
+
+
+def test_another_schema_and_missing_fields_are_refused() -> None:
+    with pytest.raises(ValueError, match="schema"):
+        Record.from_json(RECORD.to_json() | {"schema": 0})
+    values = RECORD.to_json()
+    del values["seconds"]
+    with pytest.raises(ValueError, match="seconds"):
+        Record.from_json(values)
+
+
+def test_rounds_are_paired_only_inside_a_session() -> None:
+    assert RECORD.ratio_to(RECORD).paired
+    assert not RECORD.ratio_to(replace(RECORD, session="another")).paired
+
+
+def test_the_environment_is_json_ready() -> None:
+    load = environment.LoadMeter().read()
+    found = json.dumps([environment.machine(), environment.versions(), environment.commit(), load.to_json()])
+    assert "torch" in found
+
+
+def test_others_work_marks_a_run_as_busy() -> None:
+    assert environment.Load(0.5, 0.0, 1.0).busy
+    assert environment.Load(0.0, 0.5, 1.0).busy
+    assert not environment.Load(0.05, 0.01, 1.0).busy
+    assert not environment.Load(None, None, None).busy
