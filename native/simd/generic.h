@@ -17,8 +17,12 @@
 namespace attnworks::ATTNWORKS_ISA {
 
 constexpr int W = ATTNWORKS_GENERIC_WIDTH;
-constexpr int MR = 4, NV = 2;  // the microkernel keeps MR rows x NV vectors of accumulators in registers
+constexpr int MR = W < 16 ? 4 : 12, NV = 2;  // the microkernel keeps MR rows x NV vectors of accumulators in registers
+#ifdef ATTNWORKS_GENERIC_BF16_DOT
+constexpr bool HAS_BF16_DOT = true;
+#else
 constexpr bool HAS_BF16_DOT = false;
+#endif
 
 typedef float Vec __attribute__((vector_size(4 * W)));
 typedef int32_t IntVec __attribute__((vector_size(4 * W)));
@@ -161,11 +165,34 @@ ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {  // (even, odd) -> (first W, 
 
 ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into L2
 
-// Only where HAS_BF16_DOT (here declared, so that `if constexpr` branches parse; never defined):
-Vec dot_bf16(Vec acc, Vec pairs_a, Vec pairs_b);              // acc[i] + a[2i] b[2i] + a[2i+1] b[2i+1]
-Vec pack_bf16(Vec first, Vec second);                         // 2W floats in order -> 2W bf16, that is W pairs
-void interleave_bf16(Vec row0, Vec row1, Vec& lo, Vec& hi);   // rows of 2W bf16 -> pairs (row0[i], row1[i]), first W in lo
-Vec load_pairs(const bf16* p);                                // 2W bf16
-Vec load_pairs_n(const bf16* p, int n);                       // n <= 2W bf16, the rest 0
+// Pairs of bf16: used only where HAS_BF16_DOT, other targets just declare them so that `if constexpr` branches parse. Here they are a
+// model of the instructions, for tests on machines that lack them.
+ATTNWORKS_INLINE Vec dot_bf16(Vec acc, Vec pairs_a, Vec pairs_b) {  // acc[i] + a[2i] b[2i] + a[2i+1] b[2i+1]
+  const IntVec a = (IntVec)pairs_a, b = (IntVec)pairs_b, high = IntVec{} + (int32_t)0xffff0000;
+  return acc + (Vec)(a << 16) * (Vec)(b << 16) + (Vec)(a & high) * (Vec)(b & high);
+}
+ATTNWORKS_INLINE Vec load_pairs_n(const bf16* p, int n) {  // n <= 2W bf16, the rest 0
+  Vec x = {};
+  memcpy(&x, p, n * sizeof(bf16));
+  return x;
+}
+ATTNWORKS_INLINE Vec load_pairs(const bf16* p) { return load_pairs_n(p, 2 * W); }  // 2W bf16
+ATTNWORKS_INLINE Vec pack_bf16(Vec first, Vec second) {                            // 2W floats in order -> 2W bf16, that is W pairs
+  bf16 packed[2 * W];
+  for (int i = 0; i < W; i++) {
+    from_float(first[i], packed + i);
+    from_float(second[i], packed + W + i);
+  }
+  return load_pairs(packed);
+}
+// Rows of 2W bf16 -> pairs (row0[i], row1[i]), first W in lo.
+ATTNWORKS_INLINE void interleave_bf16(Vec row0, Vec row1, Vec& lo, Vec& hi) {
+  bf16 rows[2][2 * W], pairs[4 * W];
+  memcpy(rows[0], &row0, sizeof row0);
+  memcpy(rows[1], &row1, sizeof row1);
+  for (int i = 0; i < 4 * W; i++) pairs[i] = rows[i % 2][i / 2];
+  lo = load_pairs(pairs);
+  hi = load_pairs(pairs + 2 * W);
+}
 
 }  // namespace attnworks::ATTNWORKS_ISA
