@@ -90,7 +90,7 @@ ATTNWORKS_INLINE void row_probs(float* scores, int64_t begin, int64_t end, float
     Vec probs[NV];
 #pragma GCC unroll 8
     for (int n = 0; n < NV; n++) {
-      probs[n] = exp2<PAIRS ? 3 : 5>(sub(load(scores + at + n * W), set1(shift)));
+      probs[n] = exp2<PAIRS ? 4 : 5>(sub(load(scores + at + n * W), set1(shift)));
       sum[n] = add(sum[n], probs[n]);
     }
     if constexpr (PAIRS) {
