@@ -146,13 +146,14 @@ def _score_cases() -> list[Case]:
     fields: dict[str, Any] = {"batch": 2, "heads_q": 4, "seq_q": 50, "seq_kv": 90, "gradients": True}
     found = _in_dtypes(Case("softcap 50", "cap·tanh(s/cap)", **fields, scores=(Softcap(50.0),), mask=CAUSAL))
     found.append(Case("softcap 2", "its slope in dS", **fields, scores=(Softcap(2.0),)))
+    found.append(Case("softcap 2, causal", "mask after cap", **fields, scores=(Softcap(2.0),), mask=CAUSAL))
     found.append(
         Case(
-            "softcap 50 of large scores",
+            "softcap 20 of large scores",
             "tanh must not overflow",
             **fields,
             generator="large scores",
-            scores=(Softcap(50.0),),
+            scores=(Softcap(20.0),),
         )
     )
     found.append(Case("alibi", "sign, slope, origin", **fields, scores=(AlibiRule(),), mask=CAUSAL))
@@ -278,6 +279,7 @@ _QUICK_PATTERNS = (
     "stress: *, fp32",
     "stress: few*",
     "stress: rising maximum, *",
+    "stress: large scores, bf16",
     "size: [17]",
     "size: 97*",
     "size: 513*",
@@ -285,6 +287,7 @@ _QUICK_PATTERNS = (
     "head dim: 80*",
     "unequal dims: 192/128, *",
     "heads: 6/*",
+    "heads: 8/2",
     "empty: *",
     "causal *: 40 on 100",
     "causal *: 100 on 40",
@@ -302,6 +305,7 @@ _QUICK_PATTERNS = (
     "decode, grouped, *",
     "decode, 4 queries, causal, pages of 16, *",
     "decode, 4 queries, causal, pages of 17",
+    "decode, strided, pages of 16, fp32",
     "decode, append, pages of 16, fp32",
     "decode, 16k keys, bf16",
     "decode, MLA 576/512, fp32",

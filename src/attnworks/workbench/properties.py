@@ -149,7 +149,7 @@ def batch_invariant(subject: Subject, case: Case) -> str:
 def _take(inputs: Inputs, order: list[int]) -> Inputs:
     """The same sequences, those of ``order`` in that order; pages are put in other places."""
     case = inputs.case
-    lengths = tuple(case.lengths[n] for n in order)
+    lengths = tuple(case.lengths[n] for n in order) if case.lengths else ()
     taken = replace(case, batch=len(order), lengths=lengths, name=f"{case.name} reordered")
     built = Inputs(taken, [inputs.values[n] for n in order], masks=inputs.masks, scores=inputs.scores)
     taken._store(built, torch.Generator().manual_seed(1), math.nan)
@@ -201,7 +201,11 @@ PROPERTIES = (
     Property("repeatable", repeatable, lambda case: True),
     Property("ignores what is outside", ignores_what_is_outside, lambda case: case.generator != "hand"),
     Property("changes no input", changes_no_input, lambda case: not case.new_keys),
-    Property("causal", causal, lambda case: case.form == "dense" and case.mask in ((Causal(),), (Causal("top-left"),))),
+    Property(
+        "causal",
+        causal,
+        lambda case: case.form == "dense" and case.mask in ((Causal(),), (Causal("top-left"),)) and case.unit_normal,
+    ),
     Property("ignores threads", ignores_threads, lambda case: True),
     Property(
         "batch invariant",

@@ -28,8 +28,8 @@ from attnworks.workbench.yardstick import flash_model
 
 Layer = Literal["hand", "oracle", "fused", "property"]
 Status = Literal["passed", "failed", "skipped"]
-Progress = Callable[[int, int, str], None]
-"""Called with (done, total, what is being done)."""
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, done, total)."""
 
 
 @dataclass(frozen=True)
@@ -120,17 +120,17 @@ def verify(
     with fresh_memory_poisoned():
         for done, case in enumerate(chosen):
             if progress:
-                progress(done, total, case.name)
+                progress(case.name, done, total)
             answers = Answers(case)
             for subject in chosen_subjects:
                 results += verify_case(subject, answers)
         for done, case in enumerate(tried, len(chosen)):
             if progress:
-                progress(done, total, f"properties of {case.name}")
+                progress(f"properties of {case.name}", done, total)
             for subject in chosen_subjects:
                 results += verify_properties(subject, case)
     if progress:
-        progress(total, total, "")
+        progress("", total, total)
     return results
 
 

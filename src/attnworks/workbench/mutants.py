@@ -1,0 +1,310 @@
+"""Mutants: attention with one fault each, and the proof that the checks bite: every one must be rejected.
+
+``FAULTS`` lists them; ``Mutant`` makes one a subject of ``verify``, through the same checks as any backend. ``kill_table``
+runs them all and tells which check on which case caught each first. The kernel that the faults are built into is in
+``tiled.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnworks.scores import Bias, Sink
+from attnworks.workbench import catalogue, properties, tiled
+from attnworks.workbench.cases import Case
+from attnworks.workbench.inputs import Inputs
+from attnworks.workbench.subjects import Outcome
+from attnworks.workbench.verify import Answers, Progress, fresh_memory_poisoned, verify_case, verify_properties
+
+# Each fault and the cases on which it should show, tried first; the other quick cases follow.
+FAULTS = {
+    # the online softmax
+    "accumulator not rescaled": "stress: rising maximum, fp32",
+    "sum not rescaled": "stress: rising maximum, fp32",
+    "rescaled upside down": "stress: rising maximum, fp32",
+    "not divided by the sum": "hand: full",
+    "maximum not subtracted": "stress: large scores, fp32",
+    "finite initial maximum": "stress: strongly negative, fp32",
+    "first tile only": "stress: rising maximum, fp32",
+    "last partial tile dropped": "size: 97",
+    "tail keys unmasked": "size: 97",
+    "softmax over queries": "hand: full",
+    "splits averaged": "stress: normal, fp32",
+    "NaN swallowed": "stress: nan query, fp32",
+    # precision
+    "fp16 accumulation": "stress: few queries on 16k keys, fp16",
+    "scores rounded": "stress: large scores, bf16",
+    "probs in fp8": "size: 97, causal, bf16",
+    # scale, masks, empty rows
+    "scale missing": "hand: full",
+    "scale twice": "hand: full",
+    "scale of head_dim_v": "unequal dims: 192/128, bf16",
+    "causal hides itself": "hand: causal",
+    "causal shows the next": "hand: causal",
+    "causal ignored": "hand: causal",
+    "causal by tile": "hand: causal",
+    "aligned top-left": "hand: two queries*",
+    "window one short": "hand: window*",
+    "window one long": "hand: window*",
+    "window without left end": "hand: window*",
+    "window without right end": "window 7, 5: 100 on 100",
+    "mask of head 0": "boolean mask bhqk",
+    "hidden scores are -10000": "rows without keys, fp32",
+    "empty rows give NaN": "rows without keys, fp32",
+    "empty rows give the mean": "rows without keys, fp32",
+    "finite lse of empty rows": "rows without keys, fp32",
+    # LSE and score modifiers
+    "lse in base 2": "hand: full",
+    "lse not written": "hand: full",
+    "sink ignored": "hand: sink",
+    "sink scaled": "sink, fp32",
+    "sink outside the maximum": "sink 30000",
+    "sink left out of the lse": "hand: sink",
+    "softcap ignored": "softcap 2",
+    "softcap by exponentials": "softcap 20 of large scores",
+    "softcap before scale": "softcap 2",
+    "softcap after mask": "softcap 2, causal",
+    "alibi sign": "alibi",
+    "alibi from the first key": "alibi",
+    "alibi of the wrong head": "alibi",
+    "bias of head 0": "bias that hides",
+    "bias of sequence 0": "bias b1qk",
+    "bias scaled": "bias b1qk",
+    # heads, strides, lengths, pages
+    "KV head by remainder": "heads: 6/3",
+    "K and V heads differ": "heads: 6/3",
+    "strides ignored": "strides: gapped, bhsd",
+    "sequences not apart": "varlen unequal, causal, fp32",
+    "key offsets from queries": "varlen unequal, causal, fp32",
+    "rows past the end unwritten": "varlen unequal, causal, fp32",
+    "cache lengths ignored": "decode, grouped, fp32",
+    "longest length for all": "decode, grouped, fp32",
+    "tail weighted by 0": "decode, grouped, fp32",
+    "pages in order": "decode, 4 queries, causal, pages of 17",
+    "page repeated": "decode, 4 queries, causal, pages of 17",
+    "page stride from sizes": "decode, strided, pages of 16, fp32",
+    "new keys not appended": "decode, append, pages of 16, fp32",
+    "k_scale dropped": "decode, int8 cache",
+    "v_scale dropped": "decode, int8 cache",
+    "writes into q": "strides: gapped, bhsd",
+    # backward
+    "delta missing": "hand: full",
+    "lse cotangent ignored": "rows without keys, fp32",
+    "dq not scaled": "hand: full",
+    "dk not scaled": "hand: full",
+    "dq overwritten by each tile": "size: 97",
+    "last tile missing in dq": "size: 97",
+    "dk, dv of one query head": "hand: two query heads*",
+    "mask missing in backward": "hand: causal",
+    "softcap slope missing": "softcap 2",
+    "bias gradient scaled": "bias b1qk",
+    "sink gradient missing": "hand: sink",
+    "empty rows leak into gradients": "rows without keys, fp32",
+    "padding scored 0 in backward": "stress: strongly negative, fp32",
+    "dS in fp8": "hand: full",
+    # what only properties see
+    "changes from call to call": "heads: 8/2",
+    "batch changes the tiles": "strides: gapped, bshd",
+}
+
+
+class Mutant:
+    """Tiled attention with one fault ("" for none, which is right). It runs every case."""
+
+    def __init__(self, fault: str = "") -> None:
+        if fault and fault not in FAULTS:
+            raise ValueError(f"fault: was {fault!r}, must be '' or one of FAULTS")
+        self.fault = fault
+        self.name = f"mutant: {fault or 'none'}"
+        self._calls = 0
+
+    def has(self, fault: str) -> bool:
+        return self.fault == fault
+
+    def reasons(self, inputs: Inputs, differentiable: bool = False) -> tuple[str, ...]:
+        return ()
+
+    def __call__(self, inputs: Inputs, *, return_lse: bool = True, **options: Any) -> Outcome:
+        kwargs = inputs.kwargs()
+        form: Callable[..., Outcome] = {"dense": self._dense, "varlen": self._varlen, "decode": self._decode}[inputs.case.form]
+        if self.has("writes into q"):
+            kwargs["q"].data.mul_(1.0).nan_to_num_(7.0)
+            kwargs["q"].data.flatten(-1)[..., -1:].add_(1e-3) if kwargs["q"].numel() else None
+        out, lse = form(**kwargs)
+        self._calls += 1
+        if self.has("changes from call to call"):
+            out = out * (1 + torch.finfo(out.dtype).eps * (self._calls % 2))
+        if self.has("batch changes the tiles"):
+            out = out * (1 + torch.finfo(out.dtype).eps * (len(inputs.case.sequences) % 2))
+        return out, lse if return_lse else None
+
+    # ---- the three forms: find each sequence's rows, attend, put the results back ------------------------------------
+
+    def _dense(self, q: Tensor, k: Tensor, v: Tensor, layout: str, **rest: Any) -> Outcome:
+        if self.has("strides ignored"):
+            q, k, v = (_as_if_contiguous(x) for x in (q, k, v))
+        if layout == "bshd":
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        outs, lses = self._attend_all([(q[b], k[b], v[b]) for b in range(q.shape[0])], **rest)
+        if not outs:
+            shape = (0, *q.shape[1:3], v.shape[-1])
+            empty = q.new_zeros(shape if layout == "bhsd" else (0, shape[2], shape[1], shape[3]))
+            lse = q.new_zeros(shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+            return empty + 0 * q.sum(), lse + 0 * q.sum()
+        out = torch.stack(outs)
+        return (out if layout == "bhsd" else out.transpose(1, 2)), torch.stack(lses)
+
+    def _varlen(
+        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, **rest: Any
+    ) -> Outcome:
+        ends_q, ends_kv = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
+        if self.has("key offsets from queries"):
+            ends_kv = ends_q
+        if self.has("sequences not apart"):
+            ends_kv = [0] + [ends_kv[-1]] * (len(ends_kv) - 1)
+            ends_kv[:-1] = [0] * (len(ends_kv) - 1)
+        parts = [
+            (q[a:b].transpose(0, 1), k[c:d].transpose(0, 1), v[c:d].transpose(0, 1))
+            for a, b, c, d in zip(ends_q, ends_q[1:], ends_kv, ends_kv[1:], strict=False)
+        ]
+        outs, lses = self._attend_all(parts, **rest)
+        unused = q.shape[0] - ends_q[-1]
+        filler = float("nan") if self.has("rows past the end unwritten") else 0.0
+        rows = [out.transpose(0, 1) for out in outs] + [q.new_full((unused, q.shape[1], v.shape[-1]), filler)]
+        return torch.cat(rows), torch.cat([*lses, lses[0].new_full((q.shape[1], unused), -torch.inf)], 1)
+
+    def _decode(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_lens: Tensor,
+        page_table: Tensor | None = None,
+        k_new: Tensor | None = None,
+        v_new: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        **rest: Any,
+    ) -> Outcome:
+        lens = kv_lens.tolist()
+        if self.has("longest length for all"):
+            lens = [max(lens)] * len(lens)
+        if self.has("page stride from sizes") and page_table is not None:
+            k_cache, v_cache = (_as_if_contiguous(x) for x in (k_cache, v_cache))
+        parts, limits = [], []
+        for b, length in enumerate(lens):
+            pair = []
+            for cache, new, scale, name in ((k_cache, k_new, k_scale, "k_scale"), (v_cache, v_new, v_scale, "v_scale")):
+                rows = self._cached(cache, page_table, b, length)
+                if new is not None and not self.has("new keys not appended"):
+                    rows = torch.cat((rows[:length], new[b]))
+                if scale is not None:
+                    rows = rows.to(torch.float32) * (1.0 if self.has(f"{name} dropped") else scale.view(-1, 1))
+                pair.append(rows.transpose(0, 1))
+            parts.append((q[b].transpose(0, 1), pair[0], pair[1]))
+            limits.append(length + (0 if k_new is None else k_new.shape[1]))
+        outs, lses = self._attend_all(parts, limits=None if self.has("cache lengths ignored") else limits, **rest)
+        return torch.stack(outs).transpose(1, 2), torch.stack(lses)
+
+    def _cached(self, cache: Tensor, page_table: Tensor | None, b: int, length: int) -> Tensor:
+        """(keys, heads_kv, dim) of one sequence; more than ``length`` under the faults that load what lies behind."""
+        whole = self.has("cache lengths ignored") or self.has("tail weighted by 0")
+        if page_table is None:
+            return cache[b] if whole else cache[b, :length]
+        size = cache.shape[1]
+        count = -(-length // size)
+        pages = list(range(count)) if self.has("pages in order") else page_table[b, :count].tolist()
+        if self.has("page repeated") and count > 1:
+            pages[-1] = pages[0]
+        rows = cache[pages].flatten(0, 1)
+        return rows if whole else rows[:length]
+
+    def _attend_all(
+        self, parts: Sequence[tuple[Tensor, Tensor, Tensor]], limits: list[int] | None = None, **rest: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        pairs = [
+            self._attend(b, q, k, v, k.shape[1] if limits is None else limits[b], **rest)
+            for b, (q, k, v) in enumerate(parts)
+        ]
+        return [out for out, _ in pairs], [lse for _, lse in pairs]
+
+    def _attend(
+        self, b: int, q: Tensor, k: Tensor, v: Tensor, limit: int, mask: Any, scores: tuple[Any, ...], scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        if scale is None:
+            scale = (v if self.has("scale of head_dim_v") else q).shape[-1] ** -0.5
+        seq_q, seq_kv = q.shape[1], k.shape[1]
+        biases: dict[int, Tensor] = {}
+        sink = None
+        for place, score in enumerate(scores):
+            if isinstance(score, Bias):
+                whole = score.tensor[(None,) * (4 - score.tensor.dim())]
+                own = whole[b if whole.shape[0] > 1 and not self.has("bias of sequence 0") else 0]
+                own = own[:, : seq_q if own.shape[1] > 1 else 1, : seq_kv if own.shape[2] > 1 else 1]
+                biases[place] = own.expand(q.shape[0], seq_q, seq_kv)
+            elif isinstance(score, Sink):
+                sink = score.logits
+        # A sequence's own length aligns its masks, also under faults that load more than it.
+        m = tiled.Modifiers(self.has, scale, tiled.flatten_mask(mask), scores, b, seq_q, min(limit, seq_kv), limit)
+        m.dtype, m.biases = q.dtype, biases
+        out, lse = tiled.Attend.apply(m, q, k, v, sink, *biases.values())  # type: ignore[no-untyped-call]
+        return out, lse
+
+
+def _as_if_contiguous(x: Tensor) -> Tensor:
+    """The same memory read with the strides that a contiguous tensor of this shape would have."""
+    strides = [1]
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return x.as_strided(x.shape, strides, x.storage_offset())
+
+
+# ---- the kill table --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What caught a mutant first: "" where nothing did; ``detail`` is the failure's message."""
+
+    fault: str
+    case: str
+    check: str
+    detail: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"fault": self.fault, "case": self.case, "check": self.check, "detail": self.detail}
+
+
+def kill_table(
+    faults: Iterable[str] = tuple(FAULTS), *, seed: int = 0, progress: Progress | None = None
+) -> list[Kill]:
+    """Run each mutant through the quick cases until a check catches it."""
+    cases, found, faults = catalogue.select(quick=True, seed=seed), [], tuple(faults)
+    answers = {case.name: Answers(case) for case in cases}
+    with fresh_memory_poisoned():
+        for done, fault in enumerate(faults):
+            if progress:
+                progress(fault, done, len(faults))
+            first = [case for case in cases if fnmatchcase(case.name, FAULTS.get(fault, ""))]
+            found.append(_hunt(Mutant(fault), [*first, *(case for case in cases if case not in first)], answers))
+    if progress:
+        progress("", len(faults), len(faults))
+    return found
+
+
+def _hunt(mutant: Mutant, cases: Iterable[Case], answers: dict[str, Answers]) -> Kill:
+    for case in cases:
+        results = verify_case(mutant, answers[case.name])
+        if case.name in properties.CASES and not any(r.status == "failed" for r in results):
+            results = verify_properties(mutant, case)
+        failed = next((r for r in results if r.status == "failed"), None)
+        if failed:
+            checks = (f"{m.tensor} {c.name}" for m in failed.measures for c in m.checks if not c.passed)
+            return Kill(mutant.fault, case.name, next(checks, failed.check), failed.message)
+    return Kill(mutant.fault, "", "", "survived")

@@ -1,0 +1,57 @@
+"""Every backend on the same named cases: against fp64, against torch's fused attention, and by its properties.
+
+A case is skipped only by the backend's own verdict.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from attnworks.workbench import catalogue, properties
+from attnworks.workbench.cases import Case
+from attnworks.workbench.subjects import BackendSubject, backend_subjects
+from attnworks.workbench.verify import Answers, fresh_memory_poisoned, verify_case, verify_properties
+
+SUBJECTS = backend_subjects()
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    with fresh_memory_poisoned():
+        yield
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Answers]:
+    """Of the case at hand: tests run case by case, and no two need be kept."""
+    return {}
+
+
+def _answers(kept: dict[str, Answers], case: Case) -> Answers:
+    if case.name not in kept:
+        kept.clear()
+        kept[case.name] = Answers(case)
+    return kept[case.name]
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+@pytest.mark.parametrize("case", catalogue.CASES, ids=lambda case: case.name)
+def test_values(subject: BackendSubject, case: Case, answers: dict[str, Answers]) -> None:
+    results = verify_case(subject, _answers(answers, case))
+    assert [f"{r.check}: {r.message}" for r in results if r.status == "failed"] == []
+    if results[0].status == "skipped":
+        pytest.skip(results[0].message)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
+@pytest.mark.parametrize("name", properties.CASES)
+def test_properties(subject: BackendSubject, name: str) -> None:
+    results = verify_properties(subject, catalogue.BY_NAME[name])
+    assert [f"{r.check}: {r.message}" for r in results if r.status == "failed"] == []
+    if not results:
+        pytest.skip("; ".join(subject.reasons(catalogue.BY_NAME[name].build())))
+
+
+def test_the_reference_refuses_nothing() -> None:
+    reference = next(subject for subject in SUBJECTS if subject.name == "reference")
+    assert [case.name for case in catalogue.CASES if reference.reasons(case.build(), case.gradients)] == []

@@ -1,0 +1,31 @@
+"""The checks bite: every wrong kernel is caught, the right one is not."""
+
+import pytest
+
+from attnworks.workbench import catalogue
+from attnworks.workbench.mutants import FAULTS, Mutant, kill_table
+from attnworks.workbench.verify import verify
+
+
+def test_every_mutant_is_caught() -> None:
+    kills = kill_table()
+    assert [kill.fault for kill in kills] == list(FAULTS)
+    assert [kill.fault for kill in kills if not kill.check] == []
+
+
+def test_the_kernel_without_a_fault_passes() -> None:
+    results = verify(subjects=[Mutant()], cases=catalogue.select(quick=True))
+    assert [f"{r.case.name}: {r.check}: {r.message}" for r in results if r.status != "passed"] == []
+    assert len(results) > 200
+
+
+def test_fp16_accumulation_is_caught_by_the_aggregate_test_alone() -> None:
+    """Why there is an aggregate test: every element stays within its own bound."""
+    (kill,) = kill_table(["fp16 accumulation"])
+    assert kill.check == "out aggregate"
+    assert "elementwise" not in kill.detail
+
+
+def test_an_unknown_fault_is_refused() -> None:
+    with pytest.raises(ValueError, match="fault: was 'no such'"):
+        Mutant("no such")
