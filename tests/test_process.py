@@ -12,10 +12,13 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 
-from attnworks import Causal, api, attention, attention_decode, attention_varlen
+from attnworks import Causal, UnsupportedError, api, attention, attention_decode, attention_varlen
 from attnworks.backends import cpu
-from helpers import randn
+from helpers import assert_close, or_skip, randn
 
 
 def work(backend: str, seq: int = 300) -> list[torch.Tensor]:
@@ -236,3 +239,51 @@ def test_distinct_calls_keep_little_memory_each():
     finally:
         tracemalloc.stop()
     assert kept / 256 < 8192, f"{kept / 256:.0f} bytes for each prepared call"
+
+
+def test_fake_tensors_give_fake_results():
+    """They have no memory: a kernel given their address would crash the interpreter."""
+    q, cache, packed = randn(1, 2, 9, 8), randn(1, 9, 2, 8), randn(9, 2, 8)
+    attention(q, q, q)  # the prepared call for real tensors is not theirs
+    with FakeTensorMode() as mode:
+        fake_q, fake_cache, fake_packed = (mode.from_tensor(x) for x in (q, cache, packed))
+        out, lse = attention(fake_q, fake_q, fake_q, mask=Causal(), return_lse=True)
+        assert (type(out), out.shape, lse.shape) == (FakeTensor, q.shape, (1, 2, 9))
+        assert type(attention(fake_q, fake_q, fake_q)) is FakeTensor
+        with pytest.raises(UnsupportedError, match="a tracer or a tensor subclass must see torch operations"):
+            attention(fake_q, fake_q, fake_q, backend="cpu")
+        for call in (
+            lambda: attention_decode(fake_cache, fake_cache, fake_cache, kv_lens=torch.tensor([4]), backend="cpu"),
+            lambda: attention_varlen(
+                fake_packed,
+                fake_packed,
+                fake_packed,
+                cu_seqlens_q=torch.tensor([0, 9]),
+                cu_seqlens_kv=torch.tensor([0, 9]),
+                max_seqlen_q=9,
+                max_seqlen_kv=9,
+                backend="cpu",
+            ),
+        ):
+            with pytest.raises((UnsupportedError, DataDependentOutputException)):
+                call()
+
+
+def test_a_traced_call_is_not_baked_into_the_graph():
+    q, other = randn(1, 2, 9, 8), randn(1, 2, 9, 8)
+    graph = make_fx(lambda x: attention(x, x, x, mask=Causal()))(q)
+    assert_close(graph(other), attention(other, other, other, mask=Causal()))
+
+
+def test_plain_subclasses_and_wrappers_are_right(backend):
+    available(backend)
+
+    class Plain(torch.Tensor):
+        pass
+
+    q = randn(1, 2, 9, 8)
+    plain = q.as_subclass(Plain)
+    assert_close(torch.Tensor(attention(plain, plain, plain, backend=backend)), attention(q, q, q, backend=backend))
+    wrapped = TwoTensor(q, q.clone())
+    out = or_skip(attention, wrapped, wrapped, wrapped, backend=backend)
+    assert_close(out.a, attention(q, q, q))

@@ -78,12 +78,12 @@ def attention(
         raise
     mask_spec, mask_operands = (mask, ()) if isinstance(mask, _PLAIN_MASKS) else masks.split(mask)
     score_spec, score_operands = ((), ()) if scores == () else _split_scores(scores)
-    differentiable = _differentiable(q, k, v, score_operands)
+    differentiable, traced = _differentiable(q, k, v, score_operands), _traced(q, k, v)
     # fmt: off
     key = (
         q.shape, k.shape, v.shape, q_strides, k_strides, v_strides,
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        mask_spec, score_spec, scale, layout, differentiable, return_lse, deterministic, batch_invariant, backend, plan,
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, differentiable, traced,
+        mask_spec, score_spec, scale, layout, return_lse, deterministic, batch_invariant, backend, plan,
         type(scale), type(return_lse), type(deterministic), type(batch_invariant),  # 1 == True, but is no bool
     )
     # fmt: on
@@ -170,6 +170,7 @@ def attention_varlen(
         total_kv=k.shape[0],
         return_lse=return_lse,
         differentiable=_differentiable(q, k, v, score_operands),
+        traced=_traced(q, k, v),
         deterministic=deterministic,
         batch_invariant=batch_invariant,
     )
@@ -246,6 +247,7 @@ def attention_decode(
         page_size=page_size,
         return_lse=return_lse,
         differentiable=_differentiable(q, k_cache, v_cache, score_operands),
+        traced=_traced(q, k_cache, v_cache),
         batch_invariant=batch_invariant,
     )
     key = (described, backend, plan)
@@ -336,6 +338,7 @@ def _dense_problem(
         layout=layout,
         return_lse=return_lse,
         differentiable=differentiable,
+        traced=_traced(q, k, v),
         deterministic=deterministic,
         batch_invariant=batch_invariant,
     )
@@ -397,3 +400,14 @@ def _differentiable(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...
     ):
         return True
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+def _traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a torch-dispatch mode (fake tensors, FX) or a tensor subclass of that kind watches the call."""
+    plain = Tensor.__torch_dispatch__
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or type(q).__torch_dispatch__ is not plain
+        or type(k).__torch_dispatch__ is not plain
+        or type(v).__torch_dispatch__ is not plain
+    )

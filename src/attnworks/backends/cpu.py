@@ -64,6 +64,8 @@ def verdict(problem: Problem, hardware: Hardware) -> Verdict:
         reasons.append(f"caches of {problem.kv_dtype}")
     if problem.differentiable:
         reasons.append("an input requires grad, and it has no backward yet")
+    if problem.traced:
+        reasons.append("a tracer or a tensor subclass must see torch operations")
     if masks.closed_bounds(problem.mask) is None:
         reasons.append(f"mask {masks.describe(problem.mask)} (has causal and window of one alignment)")
     reasons += [f"score modifier {name}" for name in sorted({term.kind for term in problem.scores})]
