@@ -48,9 +48,9 @@ native-test: native
 	$(BIN)/ctest --test-dir build/ctest --output-on-failure
 
 # NEON is claimed because this passes in CI; elsewhere it runs where the cross-compiler and the emulator are installed.
-neon-test:
+neon-test: native
 	@if command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64-static >/dev/null; then \
-	  bash native/tests/run_qemu.sh; \
+	  PATH=$(abspath $(BIN)):$$PATH sh native/tests/run_qemu.sh; \
 	elif [ -n "$$CI" ]; then \
 	  echo 'neon-test: needs aarch64-linux-gnu-g++ and qemu-aarch64-static'; exit 1; \
 	else \
