@@ -12,6 +12,7 @@ set PYTHONPATH=src; beyond torch nothing is needed, except openvino, onnxruntime
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -114,8 +115,9 @@ def window(settings: Settings) -> Iterator[Row]:
 
 
 def decode(settings: Settings) -> Iterator[Row]:
-    """One query against a cache: the best of three ways in torch, and the machine's read bandwidth."""
-    others = ("sdpa", "sdpa-grouped", "standard")
+    """One query against a cache: the best of three ways in torch, which get a head-major cache, and the machine's read
+    bandwidth. attnworks has its own layout (batch, capacity, heads, dim) and the head-major one."""
+    owns, others = ("attnworks", "attnworks-head-major"), ("sdpa", "sdpa-grouped", "standard")
     for dtype in settings.dtypes:
         for heads, (heads_q, heads_kv) in DECODE_HEADS.items():
             for context in settings.contexts:
@@ -130,15 +132,16 @@ def decode(settings: Settings) -> Iterator[Row]:
                     head_dim_v=128,
                     dtype=DTYPES[dtype],
                 )
-                result = _measure(problem, ("attnworks", *others), settings.protocol())
+                result = _measure(problem, (*owns, *others), settings.protocol())
                 name = f"{dtype} {heads}, D=128, context {context}"
                 best = _best(result, others)
-                for other in others:
+                for own, other in itertools.product(owns, others):
                     if other in result.refused:  # grouped rows where no heads are shared
                         continue
                     away = "" if other == best else "the bar is for torch's best"
-                    yield _ratio_row("decode", name, result, other, DECODE_BARS[heads, dtype], away)
-                yield _bandwidth_row(name, result)
+                    yield _ratio_row("decode", _stored(name, own), result, other, DECODE_BARS[heads, dtype], away, own)
+                for own in owns:
+                    yield _bandwidth_row(_stored(name, own), result, own)
 
 
 def memory(settings: Settings) -> Iterator[Row]:
@@ -226,6 +229,10 @@ def _prefill_name(dtype: str, head_dim: int, length: int, causal: bool) -> str:
     return f"{dtype} {'causal' if causal else 'full'}, D={head_dim} N={length}"
 
 
+def _stored(name: str, own: str) -> str:
+    return name if own == "attnworks" else f"{name}, head-major"
+
+
 def _measure(problem: Problem, names: tuple[str, ...], protocol: Protocol) -> Result:
     return measure(problem, [by_name(name) for name in names], protocol)
 
@@ -235,13 +242,15 @@ def _best(result: Result, others: tuple[str, ...]) -> str:
     return min(timed, key=lambda record: record.median).provider if timed else ""
 
 
-def _ratio_row(section: str, name: str, result: Result, other: str, bar: float, away: str = "") -> Row:
+def _ratio_row(
+    section: str, name: str, result: Result, other: str, bar: float, away: str = "", provider: str = "attnworks"
+) -> Row:
     """The ratio to one competitor. ``away``: why the bar is not meant for it."""
-    own, theirs = result.record("attnworks"), result.record(other)
+    own, theirs = result.record(provider), result.record(other)
     if own is None or theirs is None:
         reasons = result.failed | result.refused
-        missing = "attnworks" if own is None else other
-        passed = False if missing == "attnworks" else None
+        missing = provider if own is None else other
+        passed = False if missing == provider else None
         return Row(section, name, label(other), "-", f">= {bar}", passed, f"{missing}: {reasons[missing]}")
     ratio: Ratio = own.ratio_to(theirs)
     share = own.share_of_peak_flops
@@ -265,8 +274,8 @@ def _ratio_row(section: str, name: str, result: Result, other: str, bar: float, 
     )
 
 
-def _bandwidth_row(name: str, result: Result) -> Row:
-    own = result.record("attnworks")
+def _bandwidth_row(name: str, result: Result, provider: str) -> Row:
+    own = result.record(provider)
     bar = f">= {BANDWIDTH_BAR:.0%}"
     share = own.share_of_read_bandwidth if own else None
     if own is None or share is None:

@@ -205,7 +205,7 @@ PROBLEMS = {
     "rows, heads swapped": replace(problem(Causal()), layout="bshd"),
 }
 PEER_MODULES = {"openvino": ("openvino",), "onnxruntime": ("onnxruntime", "onnx")}
-COMPETITORS = ["attnworks", "sdpa", "sdpa-grouped", "sdpa-causal", "standard", *PEER_MODULES]
+COMPETITORS = ["attnworks", "attnworks-head-major", "sdpa", "sdpa-grouped", "sdpa-causal", "standard", *PEER_MODULES]
 
 
 @pytest.mark.parametrize("described", PROBLEMS.values(), ids=PROBLEMS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 
 import torch
 
@@ -64,8 +65,13 @@ class Ceilings:
     flops_per_second: dict[str, float]
 
 
+def native() -> ModuleType | None:
+    """The native extension, which measures both; None where the CPU backend cannot use it."""
+    return cpu._native
+
+
 def native_missing() -> bool:
-    return cpu._native is None
+    return native() is None
 
 
 def measure(threads: int, repeats: int = 9) -> Ceilings | None:
@@ -100,25 +106,25 @@ def measured_hardware(threads: int) -> Hardware:
 
 def peak_flops(dtype: str, threads: int) -> float | None:
     """FLOP/s of one burst of a few milliseconds; None without the native extension."""
-    if cpu._native is None:
+    extension = native()
+    if extension is None:
         return None
     isa = cpu.isas()[0]
-    iterations = _burst_iterations(isa, dtype)
+    iterations = _burst_iterations(extension, isa, dtype)
     start = time.perf_counter()
-    done: float = cpu._native.peak_flops(isa, dtype, threads, iterations)
+    done: float = extension.peak_flops(isa, dtype, threads, iterations)
     return done / (time.perf_counter() - start)
 
 
 @cache
-def _burst_iterations(isa: str, dtype: str) -> int:
-    assert cpu._native is not None, "peak_flops() returns before"
+def _burst_iterations(extension: ModuleType, isa: str, dtype: str) -> int:
     iterations = 1000
     while True:
         # On one thread, and the best of three: what it takes to wake threads says nothing of the loop.
         spent = []
         for _ in range(3):
             start = time.perf_counter()
-            cpu._native.peak_flops(isa, dtype, 1, iterations)
+            extension.peak_flops(isa, dtype, 1, iterations)
             spent.append(time.perf_counter() - start)
         if min(spent) > _BURST_SECONDS:
             return iterations
@@ -127,10 +133,11 @@ def _burst_iterations(isa: str, dtype: str) -> int:
 
 def _read(tensor: torch.Tensor, threads: int) -> bool:
     """Read a tensor's memory; False if torch had to do it, whose sum is no plain read to quote a bandwidth from."""
-    if cpu._native is None:
+    extension = native()
+    if extension is None:
         tensor.sum()
         return False
-    cpu._native.read_bandwidth(tensor.data_ptr(), tensor.nbytes, threads)
+    extension.read_bandwidth(tensor.data_ptr(), tensor.nbytes, threads)
     return True
 
 

@@ -126,6 +126,25 @@ class Attnworks(Provider):
         return Bound(lambda: api.attention(q, k, v, **options), _as_it_is)
 
 
+class AttnworksHeadMajor(Attnworks):
+    """``attention_decode`` on a cache stored (batch, heads_kv, capacity, head_dim) like torch's, passed as a view."""
+
+    def __init__(self) -> None:
+        super().__init__("attnworks-head-major")
+
+    def form(self, problem: Problem) -> str:
+        return super().form(problem).replace("k_cache, v_cache", "k.transpose(1, 2), v.transpose(1, 2)")
+
+    def refuses(self, problem: Problem) -> str:
+        return "only a cache can be stored so" if problem.form != "decode" else super().refuses(problem)
+
+    def bind(self, problem: Problem, inputs: Inputs) -> Bound:
+        q, k, v = (x.transpose(1, 2) for x in inputs)
+        lens = torch.full((problem.batch,), problem.seq_kv, dtype=torch.int64)
+        options: dict[str, Any] = {"mask": user_mask(problem), "scale": problem.scale}
+        return Bound(lambda: api.attention_decode(q, k, v, kv_lens=lens, **options), _swap_rows_and_heads)
+
+
 def _written(problem: Problem) -> str:
     """The mask as a user would write it."""
     parts = []
@@ -290,6 +309,7 @@ def _peer(name: str) -> Callable[[], Provider]:
 
 _ENTRIES = {
     "attnworks": _Entry(Attnworks, "attnworks"),
+    "attnworks-head-major": _Entry(AttnworksHeadMajor, "attnworks, head-major cache"),
     "sdpa": _Entry(Sdpa, "torch SDPA"),
     "sdpa-grouped": _Entry(SdpaGrouped, "torch SDPA, grouped rows"),
     "sdpa-causal": _Entry(SdpaCausal, "torch SDPA, causal only"),

@@ -31,7 +31,7 @@ from attnworks.workbench.providers import NAMES, by_name, describe, label
 from attnworks.workbench.records import Record
 
 DEFAULT_SEQ = 1024
-DEFAULT_PROVIDERS = ("attnworks", "sdpa", "sdpa-grouped", "sdpa-causal", "standard")
+DEFAULT_PROVIDERS = ("attnworks", "attnworks-head-major", "sdpa", "sdpa-grouped", "sdpa-causal", "standard")
 QUICK_SECONDS = 4.0
 
 

@@ -9,7 +9,6 @@ import torch
 from rich.markup import escape
 
 from attnworks import hardware
-from attnworks.backends import cpu
 from attnworks.workbench import ceilings, environment
 from attnworks.workbench.cli.output import UNKNOWN, in_bytes, in_rate, json_option, print_json, print_table, table
 
@@ -30,14 +29,12 @@ def devices(measure: bool, threads: int | None, as_json: bool) -> None:
 
 
 def _describe() -> dict[str, Any]:
-    native = cpu._native
-    caches = hardware._cpu_caches()
+    native = ceilings.native()
     return {
         "cpu": environment.machine()
         | {
-            "caches": {f"L{level}": size for level, size in sorted(caches.items())},
             "isas_compiled": list(native.compiled_isas()) if native else [],
-            "native_extension": "built" if native else cpu._why_not,
+            "native_extension": "built" if native else "not built",
             "torch_threads": torch.get_num_threads(),
         },
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
@@ -71,11 +68,10 @@ def _measure(threads: int) -> dict[str, Any] | None:
 def _print(found: dict[str, Any]) -> None:
     processor = found["cpu"]
     made = table("", "", text_columns=2)
-    caches = ", ".join(f"{name} {in_bytes(size)}" for name, size in processor["caches"].items())
     rows = {
         "CPU": processor["name"],
         "cores": f"{processor['units']}, torch uses {processor['torch_threads']} threads",
-        "caches": caches or UNKNOWN,
+        "caches": f"L2 {in_bytes(processor['on_chip_bytes'])} a core, L3 {in_bytes(processor['shared_cache_bytes'])}",
         "kernels run": ", ".join(processor["isas"]) or UNKNOWN,
         "kernels compiled": ", ".join(processor["isas_compiled"]) or UNKNOWN,
         "native extension": processor["native_extension"],
