@@ -32,7 +32,7 @@ from attnworks.workbench.records import Record
 
 DEFAULT_SEQ = 1024
 DEFAULT_PROVIDERS = ("attnworks", "attnworks-head-major", "sdpa", "sdpa-grouped", "sdpa-causal", "standard")
-QUICK_SECONDS = 4.0
+QUICK_SECONDS = 3.0
 
 
 @click.command()

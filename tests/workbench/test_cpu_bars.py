@@ -1,0 +1,71 @@
+"""benchmarks/cpu.py: rows, bars and verdicts from made-up times, and one section run for real."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnworks.workbench import ceilings
+from attnworks.workbench.bench import Result
+from record_helpers import RECORD
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def bars(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("cpu")
+
+
+def result(ratio: float, noise: float = 0.0) -> Result:
+    """attnworks in one second, SDPA in ``ratio`` seconds, more or less."""
+    theirs = tuple(ratio * (1 + noise * (-1) ** i) for i in range(20))
+    ours = replace(RECORD, seconds=(1.0,) * 20, load={"busy": False, "other_cores": 0.0})
+    return Result((ours, replace(ours, provider="sdpa", seconds=theirs)), failed={"standard": "wrong"})
+
+
+def test_bars_hold_or_fail(bars: Any) -> None:
+    assert bars._ratio_row("prefill", "p", result(1.3), "sdpa", 1.15).passed is True
+    assert bars._ratio_row("prefill", "p", result(1.1), "sdpa", 1.15).passed is False
+    other = bars._ratio_row("prefill", "p", result(1.1), "sdpa", 1.15, "meant for another CPU")
+    assert other.passed is None
+    assert "meant for another CPU" in other.detail
+
+
+def test_a_bar_within_the_noise_is_marked(bars: Any) -> None:
+    assert "within the noise" in bars._ratio_row("prefill", "p", result(1.15, 0.1), "sdpa", 1.15).detail
+    assert "within the noise" not in bars._ratio_row("prefill", "p", result(1.5, 0.1), "sdpa", 1.15).detail
+
+
+def test_a_kernel_of_ours_that_fails_its_check_fails_the_bar(bars: Any) -> None:
+    peer_failed = bars._ratio_row("prefill", "p", result(2.0), "standard", 1.15)
+    assert peer_failed.passed is None
+    assert "wrong" in peer_failed.detail
+    ours_failed = Result(result(2.0).records[1:], failed={"attnworks": "wrong"})
+    assert bars._ratio_row("prefill", "p", ours_failed, "sdpa", 1.15).passed is False
+
+
+def test_bandwidth_and_memory_bars(bars: Any) -> None:
+    assert bars._bandwidth_row("d", result(1.0), "attnworks").passed is False  # 400 of 3200 bytes/s
+    assert bars._memory_row("m", "attnworks", 2 * bars.MIB, bars.MEMORY_BAR).passed is True
+    assert bars._memory_row("m", "attnworks", 65 * bars.MIB, bars.MEMORY_BAR).passed is False
+    assert bars._memory_row("m", "standard", 65 * bars.MIB, None).passed is None
+
+
+def test_one_section_for_real(bars: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr(ceilings, "_LARGEST_FLUSH_BYTES", 1 << 20)
+    path = tmp_path / "table.md"
+    monkeypatch.setattr(sys, "argv", ["cpu.py", "--section", "overhead", "--json", "--markdown", str(path)])
+    code = bars.main()
+    found = json.loads(capsys.readouterr().out)
+    (row,) = found["rows"]
+    assert code == (0 if row["passed"] else 1)
+    assert row["section"] == "overhead"
+    assert "| B1 H1 N16 D64 | torch SDPA |" in path.read_text(encoding="utf-8")
