@@ -1,0 +1,338 @@
+// Prefill against a naive reference in double precision, on every instruction set that this machine runs. Every buffer ends where its last
+// element ends (for the address sanitizer), and everything in it that is not part of the problem is NaN.
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "../schedule.h"
+#include "numbers.h"
+
+using namespace attnworks;
+using namespace attnworks::test;
+
+namespace {
+
+int checks = 0, failures = 0;
+std::mt19937 generator(2026);
+
+void expect(bool right, const std::string& what) {
+  checks++;
+  if (right) return;
+  if (++failures <= 20) printf("FAILED: %s\n", what.c_str());
+}
+
+// One (batch, head, row, column) tensor in memory of exactly its extent; elements outside it are NaN.
+struct Tensor {
+  DType dtype;
+  int64_t batch, heads, rows, columns;
+  Strides strides;
+  int64_t base = 0, extent = 0;  // of element 0, and of the buffer, in elements
+  std::unique_ptr<char[]> memory;
+
+  // layout 0: bhsd; 1: bshd; 2: bhsd with gaps of odd size; 3: rows backwards in memory
+  Tensor(DType dtype, int64_t batch, int64_t heads, int64_t rows, int64_t columns, int layout)
+      : dtype(dtype), batch(batch), heads(heads), rows(rows), columns(columns) {
+    const int64_t row = layout == 1 ? heads * columns : layout == 2 ? columns + 3 : columns;
+    strides = layout == 1 ? Strides{rows * row, columns, row} : Strides{heads * (rows * row + 5 * (layout == 2)), rows * row + 5 * (layout == 2), row};
+    if (layout == 3) {
+      strides.row = -row;
+      base = std::max<int64_t>(rows - 1, 0) * row;
+    }
+    if (batch && heads && rows) extent = (batch - 1) * strides.batch + (heads - 1) * strides.head + (rows - 1) * row + columns;
+    memory.reset(new char[extent * size_of(dtype)]);
+    for (int64_t i = 0; i < extent; i++) set(dtype, memory.get() + i * size_of(dtype), NAN);
+  }
+  char* at(int64_t b, int64_t h, int64_t r, int64_t c) const {
+    return memory.get() + (base + b * strides.batch + h * strides.head + r * strides.row + c) * size_of(dtype);
+  }
+  char* data() const { return at(0, 0, 0, 0); }
+  double value(int64_t b, int64_t h, int64_t r, int64_t c) const { return get(dtype, at(b, h, r, c)); }
+  void put(int64_t b, int64_t h, int64_t r, int64_t c, float x) { set(dtype, at(b, h, r, c), x); }
+  void fill_row(int64_t b, int64_t h, int64_t r, float x) {
+    for (int64_t c = 0; c < columns; c++) put(b, h, r, c, x);
+  }
+  void randomise(float size = 1) {
+    std::normal_distribution<float> normal(0, size);
+    for (int64_t b = 0; b < batch; b++)
+      for (int64_t h = 0; h < heads; h++)
+        for (int64_t r = 0; r < rows; r++)
+          for (int64_t c = 0; c < columns; c++) put(b, h, r, c, normal(generator));
+  }
+  std::string bytes() const { return std::string(memory.get(), extent * size_of(dtype)); }
+};
+
+struct Shape {
+  int64_t batch, heads_q, heads_kv, seq_q, seq_kv, head_dim, head_dim_v;
+};
+
+struct Case {
+  Shape shape;
+  DType dtype;
+  Bounds bounds;
+  float scale;
+  int64_t tile_q, tile_kv;
+  Tensor q, k, v, out, lse;
+  std::string label;
+
+  Case(const std::string& isa, const Shape& s, DType dtype, Bounds bounds = {UNLIMITED, UNLIMITED, false}, int64_t tile_q = 192,
+       int64_t tile_kv = 256, int layout = 0, float scale = 0)
+      : shape(s), dtype(dtype), bounds(bounds), scale(scale != 0 ? scale : 1 / sqrtf((float)s.head_dim)), tile_q(tile_q), tile_kv(tile_kv),
+        q(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim, layout), k(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim, layout),
+        v(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim_v, layout), out(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim_v, layout),
+        lse(DType::float32, s.batch, s.heads_q, s.seq_q, 1, layout == 3 ? 0 : layout) {
+    q.randomise();
+    k.randomise();
+    v.randomise();
+    label = isa + " " + name(dtype);
+    for (int64_t x : {s.batch, s.heads_q, s.heads_kv, s.seq_q, s.seq_kv, s.head_dim, s.head_dim_v}) label += " " + std::to_string(x);
+    label += " left " + std::to_string(bounds.left) + " right " + std::to_string(bounds.right) + (bounds.top_left ? " top-left" : "") +
+             " tiles " + std::to_string(tile_q) + "x" + std::to_string(tile_kv) + " layout " + std::to_string(layout);
+  }
+  ForwardProblem problem() const {
+    return {dtype, shape.batch, shape.heads_q, shape.heads_kv, shape.seq_q, shape.seq_kv, shape.head_dim, shape.head_dim_v, q.strides,
+            k.strides, v.strides, out.strides, lse.strides, scale, bounds, tile_q, tile_kv};
+  }
+  Operands operands() const { return {q.data(), k.data(), v.data(), out.data(), (float*)lse.data()}; }
+  void run(const Kernels& kernels, int threads = 2) { run_forward(kernels, problem(), operands(), threads); }
+  std::string result() const { return out.bytes() + lse.bytes(); }
+
+  // Rows [q0, q0 + seq_q) against keys [kv0, kv0 + seq_kv) of one batch entry.
+  void check(int64_t b, int64_t q0, int64_t seq_q, int64_t kv0, int64_t seq_kv) const {
+    for (int64_t h = 0; h < shape.heads_q; h++)
+      for (int64_t i = 0; i < seq_q; i++) check_row(b, h, q0 + i, i + (bounds.top_left ? 0 : seq_kv - seq_q), kv0, seq_kv);
+  }
+  void check() const {
+    for (int64_t b = 0; b < shape.batch; b++) check(b, 0, shape.seq_q, 0, shape.seq_kv);
+  }
+
+  // The bound of a correct kernel: 8 (u + 2^-24 scale |q| |k|), carried through P |V|.
+  void check_row(int64_t b, int64_t h, int64_t row, int64_t position, int64_t kv0, int64_t seq_kv) const {
+    const int64_t h_kv = h / (shape.heads_q / shape.heads_kv);
+    std::vector<double> scores, sizes;
+    std::vector<int64_t> keys;
+    double highest = -INFINITY, sum = 0, largest = 0;
+    for (int64_t j = 0; j < seq_kv; j++) {
+      if (j < position - bounds.left || j > position + bounds.right) continue;
+      double dot = 0, size = 0;
+      for (int64_t d = 0; d < shape.head_dim; d++) {
+        const double product = q.value(b, h, row, d) * k.value(b, h_kv, kv0 + j, d);
+        dot += product;
+        size += fabs(product);
+      }
+      keys.push_back(kv0 + j);
+      scores.push_back(scale * dot);
+      sizes.push_back(fabs(scale) * size);
+      highest = std::max(highest, scores.back());
+      largest = std::max(largest, sizes.back());
+    }
+    for (double& score : scores) sum += score = highest == -INFINITY ? 0 : exp(score - highest);
+    const double expected_lse = sum == 0 ? -INFINITY : highest + log(sum), got_lse = lse.value(b, h, row, 0);
+    // A bf16 kernel may take exponentials with 7.5e-5 of relative error.
+    const double lse_bound = 8 * 0x1p-24 * (1 + fabs(expected_lse) + largest) + (dtype == DType::bfloat16 ? 1e-4 : 0);
+    expect(got_lse == expected_lse || fabs(got_lse - expected_lse) <= lse_bound,
+           label + ": lse of row " + std::to_string(row) + " was " + std::to_string(got_lse) + ", must be " + std::to_string(expected_lse));
+    for (int64_t c = 0; c < shape.head_dim_v; c++) {
+      double expected = 0, bound = 1e-7;
+      for (size_t n = 0; n < keys.size(); n++) {
+        if (scores[n] == 0) continue;
+        const double x = v.value(b, h_kv, keys[n], c);
+        expected += scores[n] / sum * x;
+        bound += 8 * scores[n] / sum * fabs(x) * (roundoff(dtype) + 0x1p-24 * sizes[n]);
+      }
+      const double got = out.value(b, h, row, c);
+      expect(fabs(got - expected) <= bound, label + ": out of row " + std::to_string(row) + " column " + std::to_string(c) + " was " +
+                                                std::to_string(got) + ", must be " + std::to_string(expected));
+    }
+  }
+};
+
+const Bounds ALL = {UNLIMITED, UNLIMITED, false}, CAUSAL = {UNLIMITED, 0, false};
+
+void shapes(const Kernels& kernels) {
+  const Shape list[] = {{1, 1, 1, 1, 1, 1, 1},     {2, 4, 2, 37, 70, 64, 64},  {1, 6, 2, 13, 95, 33, 65}, {1, 2, 1, 70, 7, 24, 7},
+                        {1, 1, 1, 50, 600, 80, 80}, {1, 1, 1, 9, 40, 576, 512}, {1, 3, 3, 31, 64, 128, 16}, {1, 1, 1, 5, 530, 256, 256}};
+  const Bounds bounds[] = {ALL, CAUSAL, {UNLIMITED, 0, true}, {5, 3, false}, {40, 0, true}, {0, 0, false}, {0, UNLIMITED, false}};
+  const int64_t tiles[][2] = {{192, 256}, {1, 1}, {50, 33}, {1 << 30, 1 << 30}};
+  int layout = 0;
+  for (DType dtype : DTYPES)
+    for (const Shape& shape : list)
+      for (const Bounds& b : bounds) {
+        const int64_t* tile = tiles[layout % 4];
+        Case x(kernels.isa, shape, dtype, b, tile[0], tile[1], layout % 3, layout % 5 == 4 ? -0.4f : 0);
+        layout++;
+        x.run(kernels);
+        x.check();
+      }
+  Case backwards(kernels.isa, {1, 2, 2, 20, 40, 48, 32}, DType::float32, CAUSAL, 192, 256, 3);
+  backwards.run(kernels);
+  backwards.check();
+}
+
+void nothing_to_do(const Kernels& kernels) {
+  for (const Shape& shape : {Shape{0, 2, 2, 5, 5, 8, 8}, Shape{2, 0, 1, 5, 5, 8, 8}, Shape{2, 2, 2, 0, 5, 8, 8}, Shape{1, 2, 1, 4, 0, 8, 8}}) {
+    Case x(kernels.isa, shape, DType::float32);
+    x.run(kernels);
+    x.check();  // no keys: out 0, lse -inf
+  }
+}
+
+// Same bits whatever tile_q, the number of threads and the rest of the batch.
+void same_bits(const Kernels& kernels) {
+  for (DType dtype : DTYPES) {
+    Case x(kernels.isa, {2, 2, 2, 130, 150, 40, 48}, dtype, {100, 20, false}, 192, 64);
+    x.run(kernels, 1);
+    const std::string once = x.result();
+    for (int threads : {1, 2, 5})
+      for (int64_t tile_q : {1, 50, 64, 1000}) {
+        x.tile_q = tile_q;
+        x.run(kernels, threads);
+        expect(x.result() == once, x.label + ": other bits with tile_q " + std::to_string(tile_q) + " on " + std::to_string(threads) + " threads");
+      }
+    Case alone(kernels.isa, {1, 1, 1, 130, 150, 40, 48}, dtype, {100, 20, false}, 192, 64);
+    const int64_t es = size_of(dtype);
+    memcpy(alone.q.data(), x.q.at(1, 1, 0, 0), 130 * 40 * es);
+    memcpy(alone.k.data(), x.k.at(1, 1, 0, 0), 150 * 40 * es);
+    memcpy(alone.v.data(), x.v.at(1, 1, 0, 0), 150 * 48 * es);
+    alone.run(kernels, 1);
+    expect(memcmp(alone.out.data(), x.out.at(1, 1, 0, 0), 130 * 48 * es) == 0, x.label + ": other bits alone than in a batch");
+  }
+}
+
+// Keys that no row of a block sees are never read: poison them.
+void skipped_tiles(const Kernels& kernels) {
+  Case x(kernels.isa, {1, 1, 1, 20, 900, 16, 16}, DType::float32, {30, 0, false}, 192, 128);
+  for (int64_t key = 0; key < 768; key++) {  // row 0 sees keys 850..880, row 19 sees 869..899; their tile begins at 768
+    x.k.fill_row(0, 0, key, NAN);
+    x.v.fill_row(0, 0, key, NAN);
+  }
+  x.run(kernels);
+  x.check();
+}
+
+void varlen(const Kernels& kernels) {
+  const std::vector<int64_t> q = {0, 0, 5, 40, 40, 77}, kv = {0, 9, 9, 60, 70, 300};
+  for (DType dtype : DTYPES)
+    for (const Bounds& bounds : {ALL, CAUSAL, Bounds{7, 2, true}})
+      for (int layout : {0, 1, 2}) {
+        // rows past the last sequence hold NaN: they are not part of the problem
+        Case x(kernels.isa, {1, 4, 2, 80, 310, 32, 24}, dtype, bounds, 16, 64, layout);
+        for (int64_t h = 0; h < 2; h++)
+          for (int64_t r = 300; r < 310; r++) {
+            x.k.fill_row(0, h, r, NAN);
+            x.v.fill_row(0, h, r, NAN);
+          }
+        ForwardProblem p = x.problem();
+        p.batch = (int64_t)q.size() - 1;
+        p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = 1 << 30;  // must be ignored
+        run_forward_varlen(kernels, p, x.operands(), q.data(), kv.data(), 2);
+        for (size_t b = 0; b + 1 < q.size(); b++) x.check(0, q[b], q[b + 1] - q[b], kv[b], kv[b + 1] - kv[b]);
+        expect(std::isnan(x.out.value(0, 0, 77, 0)), x.label + ": a row past the last sequence was written");
+      }
+}
+
+void extreme_scores(const Kernels& kernels) {
+  for (DType dtype : DTYPES)
+    for (float size : {100.f, 1e4f, 1e15f})
+      for (float sign : {1.f, -1.f}) {
+        if (dtype == DType::float16 && size > 1e4f) continue;
+        // one key: its value and its score
+        Case one(kernels.isa, {1, 1, 1, 3, 1, 8, 8}, dtype, ALL, 192, 256, 0, 1);
+        for (int64_t r = 0; r < 3; r++) one.q.fill_row(0, 0, r, size);
+        one.k.fill_row(0, 0, 0, sign * size);
+        one.run(kernels);
+        one.check();
+        // every score the same, all far below zero or above
+        Case equal(kernels.isa, {1, 1, 1, 7, 300, 8, 8}, dtype, ALL, 192, 128, 0, 1);
+        for (int64_t r = 0; r < 7; r++) equal.q.fill_row(0, 0, r, size);
+        for (int64_t r = 0; r < 300; r++) equal.k.fill_row(0, 0, r, sign * size);
+        equal.run(kernels);
+        equal.check();
+      }
+  // the maximum rises in every tile, and falls
+  for (bool rising : {true, false}) {
+    Case x(kernels.isa, {1, 1, 1, 7, 500, 4, 8}, DType::float32, ALL, 192, 32, 0, 1);
+    for (int64_t j = 0; j < 500; j++) x.k.fill_row(0, 0, j, (rising ? j : 500 - j) * 0.25f);
+    for (int64_t r = 0; r < 7; r++) x.q.fill_row(0, 0, r, r - 3.f);
+    x.run(kernels);
+    x.check();
+  }
+}
+
+void not_finite(const Kernels& kernels) {
+  for (DType dtype : DTYPES) {
+    Case x(kernels.isa, {1, 1, 1, 20, 150, 16, 16}, dtype, ALL, 192, 64);
+    x.run(kernels);
+    const std::string clean = x.out.bytes();
+    x.q.put(0, 0, 13, 5, NAN);  // a row of q: that row alone
+    x.run(kernels);
+    for (int64_t r = 0; r < 20; r++)
+      for (int64_t c = 0; c < 16; c++) {
+        const double got = x.out.value(0, 0, r, c);
+        if (r == 13)
+          expect(std::isnan(got), x.label + ": NaN in q vanished");
+        else
+          expect(got == get(dtype, clean.data() + (r * 16 + c) * size_of(dtype)), x.label + ": NaN in q reached another row");
+      }
+    expect(std::isnan(x.lse.value(0, 0, 13, 0)), x.label + ": NaN in q vanished from the lse");
+
+    for (int64_t key : {0, 70, 149}) {  // a key or value: every row that sees it
+      for (bool in_k : {true, false}) {
+        Case y(kernels.isa, {1, 1, 1, 20, 150, 16, 16}, dtype, ALL, 192, 64);
+        (in_k ? y.k : y.v).put(0, 0, key, 3, NAN);
+        y.run(kernels);
+        for (int64_t r = 0; r < 20; r++) expect(std::isnan(y.out.value(0, 0, r, 3)), y.label + ": NaN in k or v vanished");
+      }
+      // a score of -inf hides, one of +inf gives NaN as inf - inf does
+      Case z(kernels.isa, {1, 1, 1, 20, 150, 16, 16}, dtype, ALL, 192, 64);
+      for (int64_t r = 0; r < 20; r++) z.q.put(0, 0, r, 3, 1);
+      z.k.put(0, 0, key, 3, -INFINITY);
+      z.run(kernels);
+      z.check();
+      z.k.put(0, 0, key, 3, INFINITY);
+      z.run(kernels);
+      for (int64_t r = 0; r < 20; r++) expect(std::isnan(z.out.value(0, 0, r, 0)), z.label + ": +inf gave a number");
+    }
+    Case hidden(kernels.isa, {1, 1, 1, 5, 100, 4, 4}, dtype, ALL, 192, 64);  // all scores -inf: as if no key were visible
+    for (int64_t r = 0; r < 5; r++) hidden.q.fill_row(0, 0, r, 1);
+    for (int64_t j = 0; j < 100; j++) hidden.k.fill_row(0, 0, j, -INFINITY);
+    hidden.run(kernels);
+    hidden.check();
+  }
+}
+
+// Two threads of a program may call at once.
+void concurrent_calls(const Kernels& kernels) {
+  Case a(kernels.isa, {1, 4, 4, 100, 200, 64, 64}, DType::float32, CAUSAL), b(kernels.isa, {1, 4, 4, 90, 210, 32, 32}, DType::bfloat16);
+  a.run(kernels, 1);
+  b.run(kernels, 1);
+  const std::string results[] = {a.result(), b.result()};
+  std::thread other([&] {
+    for (int i = 0; i < 10; i++) a.run(kernels, 2);
+  });
+  for (int i = 0; i < 10; i++) b.run(kernels, 2);
+  other.join();
+  expect(a.result() == results[0] && b.result() == results[1], a.label + ": other bits in concurrent calls");
+}
+
+}  // namespace
+
+int main() {
+  for (const Kernels* kernels : all_kernels()) {
+    const int before = checks;
+    shapes(*kernels);
+    nothing_to_do(*kernels);
+    same_bits(*kernels);
+    skipped_tiles(*kernels);
+    varlen(*kernels);
+    extreme_scores(*kernels);
+    not_finite(*kernels);
+    concurrent_calls(*kernels);
+    printf("%s: %d checks\n", kernels->isa, checks - before);
+  }
+  printf("%d checks, %d failures\n", checks, failures);
+  return failures ? 1 : 0;
+}
