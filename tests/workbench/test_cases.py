@@ -44,8 +44,12 @@ def test_stored_tensors_hold_the_values(case: Case) -> None:
     for n, part in enumerate(inputs.values):
         assert torch.equal(inputs.gather(inputs.q)[n].double().nan_to_num(7), part.q.double().nan_to_num(7))
         if case.cache_dtype is None and not case.new_keys:
-            assert torch.equal(inputs.gather(inputs.k, keys=True)[n].double().nan_to_num(7), part.k.double().nan_to_num(7))
-            assert torch.equal(inputs.gather(inputs.v, keys=True)[n].double().nan_to_num(7), part.v.double().nan_to_num(7))
+            assert torch.equal(
+                inputs.gather(inputs.k, keys=True)[n].double().nan_to_num(7), part.k.double().nan_to_num(7)
+            )
+            assert torch.equal(
+                inputs.gather(inputs.v, keys=True)[n].double().nan_to_num(7), part.v.double().nan_to_num(7)
+            )
 
 
 @pytest.mark.parametrize("case", [case for case in SMALL if case.form == "dense"], ids=lambda case: case.name)
@@ -54,7 +58,8 @@ def test_the_problem_is_the_one_that_the_call_becomes(case: Case) -> None:
     kwargs = inputs.kwargs()
     explained = attnworks.explain(**kwargs, return_lse=True).problem
     mine = inputs.problem()
-    # A predicate is compared by identity, a boolean mask by its operand's shape and strides: both are the same object here.
+    # A predicate is compared by identity, a boolean mask by its operand's shape and strides: both are the same object
+    # here.
     assert mine == explained
 
 
@@ -110,7 +115,9 @@ def test_hand_numbers_in_exact_fractions() -> None:
                 for j, k in enumerate(generators.HAND_K)
             ]
             total = sum(weights)
-            outs.append([sum(w * v[c] for w, v in zip(weights, generators.HAND_V, strict=True)) / total for c in (0, 1)])
+            outs.append(
+                [sum(w * v[c] for w, v in zip(weights, generators.HAND_V, strict=True)) / total for c in (0, 1)]
+            )
             totals.append(total)
         assert hand.out == "; ".join(f"{a}, {b}" for a, b in outs)
         assert hand.total == "; ".join(map(str, totals))

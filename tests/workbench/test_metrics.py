@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from attnworks.workbench.catalogue import BY_NAME
 from attnworks.workbench.cases import Case
+from attnworks.workbench.catalogue import BY_NAME
 from attnworks.workbench.hand import answer
 from attnworks.workbench.metrics import Measure, Standard, measure, standards
 from attnworks.workbench.yardstick import flash_model

@@ -1,7 +1,8 @@
 """Cases: one attention problem each, as data, with everything needed to ask it of a kernel and to know the answer.
 
 A ``Case`` is frozen and small; ``build()`` makes its ``Inputs``, always the same ones. The named list is in
-``catalogue.py``, real models' shapes in ``shapes.py``, stress inputs in ``generators.py``, hand-computed cases in ``hand.py``.
+``catalogue.py``, real models' shapes in ``shapes.py``, stress inputs in ``generators.py``, hand-computed cases in
+``hand.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from attnworks.workbench.inputs import Inputs, SequenceTensors
 
 @dataclass(frozen=True)
 class BooleanRule:
-    """A random boolean mask of the broadcast form named by the letters b, h, q, k (1 for a size of 1); of each row's keys
-    about ``keep`` are visible, of the last row none if ``empty_row``."""
+    """A random boolean mask of the broadcast form named by the letters b, h, q, k (1 for a size of 1); of each row's
+    keys about ``keep`` are visible, of the last row none if ``empty_row``."""
 
     form: str = "bhqk"
     keep: float = 0.6
@@ -45,7 +46,8 @@ class PredicateRule:
 
 @dataclass(frozen=True)
 class AlibiRule:
-    """Slopes 2^(-8 h / heads_q) as in the paper, with a row for each sequence (halved from one to the next) if ``per_batch``."""
+    """Slopes 2^(-8 h / heads_q) as in the paper, with a row for each sequence (halved from one to the next) if
+    ``per_batch``."""
 
     per_batch: bool = False
 
@@ -80,8 +82,8 @@ ScoreRule = Softcap | AlibiRule | BiasRule | SinkRule | AddRule
 class Case:
     """One named problem.
 
-    ``lengths``: (seq_q, seq_kv) of each sequence for varlen; for decode seq_kv is the keys in the cache after the append
-    of ``new_keys``. ``seq_kv`` of a decode case is the capacity. ``memory``: how tensors lie (``storage.py``).
+    ``lengths``: (seq_q, seq_kv) of each sequence for varlen; for decode seq_kv is the keys in the cache after the
+    append of ``new_keys``. ``seq_kv`` of a decode case is the capacity. ``memory``: how tensors lie (``storage.py``).
     ``spare``: packed rows that belong to no sequence. ``gradients``: dQ, dK, dV (and bias, sink) are checked where the
     backend differentiates; ``lse_cotangent``: also through the LSE. ``source``: where a real model's shape comes from.
     """
@@ -124,7 +126,8 @@ class Case:
 
     @property
     def unit_normal(self) -> bool:
-        """Whether the plain limits people quote apply: unit-normal inputs, ordinary scale, nothing added to the scores."""
+        """Whether the plain limits people quote apply: unit-normal inputs, ordinary scale, nothing added to the
+        scores."""
         return self.generator == "normal" and not self.scores and self.scale is None and self.cache_dtype is None
 
     @property
@@ -224,7 +227,8 @@ class Case:
         return torch.zeros(0, self.heads_q, self.seq_q, self.head_dim, dtype=self.dtype)
 
     def _quantised(self, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
-        """The keys and values as the cache stores them; where that rounds them, what they now stand for is the problem."""
+        """The keys and values as the cache stores them; where that rounds them, what they now stand for is the
+        problem."""
         keys, values = [part.k for part in inputs.values], [part.v for part in inputs.values]
         if self.cache_dtype is None:
             return keys, values

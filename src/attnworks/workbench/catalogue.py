@@ -78,6 +78,7 @@ def _stress_cases() -> list[Case]:
 
 def _size_cases() -> list[Case]:
     found = []
+    fields: dict[str, Any]
     for n in (1, 2, 7, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 191, 193, 511, 513):
         found.append(Case(f"size: {n}", "tile edges", **_square(n), gradients=n < 200))
         found.append(Case(f"size: {n}, causal, bf16", "tile edges", **_square(n), mask=CAUSAL, dtype=BF16))
@@ -108,7 +109,7 @@ def _mask_cases() -> list[Case]:
     found = []
     for seq_q, seq_kv in ((64, 64), (3, 128), (1, 8), (100, 40), (40, 100), (130, 130)):
         for align in ("bottom-right", "top-left"):
-            fields = {"seq_q": seq_q, "seq_kv": seq_kv, "mask": (Causal(align),), "gradients": True}
+            fields: dict[str, Any] = {"seq_q": seq_q, "seq_kv": seq_kv, "mask": (Causal(align),), "gradients": True}
             found.append(Case(f"causal {align}: {seq_q} on {seq_kv}", "mask origin where Nq is not Nk", **fields))
     found += _in_dtypes(Case("rows without keys", "more queries than keys, causal",
                              seq_q=150, seq_kv=70, mask=CAUSAL, gradients=True, lse_cotangent=True))  # fmt: skip
@@ -179,8 +180,16 @@ def _memory_cases() -> list[Case]:
     found = []
     for layout in ("bhsd", "bshd"):
         for memory in ("contiguous", "gapped", "swapped", "strided channels", "shared heads"):
-            case = Case(f"strides: {memory}, {layout}", "NaN between the rows", batch=2, heads_q=4, seq_q=37, seq_kv=75,
-                        layout=layout, memory=memory, gradients=True, **_dims(48))  # type: ignore[arg-type]  # fmt: skip
+            fields: dict[str, Any] = {
+                "batch": 2,
+                "heads_q": 4,
+                "seq_q": 37,
+                "seq_kv": 75,
+                "layout": layout,
+                **_dims(48),
+            }
+            name = f"strides: {memory}, {layout}"
+            case = Case(name, "NaN between the rows", memory=memory, gradients=True, **fields)
             found += [case, replace(case, name=f"{case.name}, causal, bf16", dtype=BF16, mask=CAUSAL)]
     return found
 
@@ -214,7 +223,7 @@ def _decode_cases() -> list[Case]:
     found = []
     lengths = ((1, 1), (1, 300), (1, 77), (1, 0))
     base = Case("decode", "a cache with lengths", form="decode", heads_q=4, seq_q=1, seq_kv=320, lengths=lengths)
-    dense = {
+    dense: dict[str, dict[str, Any]] = {
         "": {},
         ", grouped": {"heads_q": 8},
         ", one kv head": {"heads_q": 5, "heads_kv": 1},
@@ -255,7 +264,8 @@ def _model_cases() -> list[Case]:
             1500 if shape.name.endswith("cross") else 200 if shape.heads_q == 128 else 1000 if shape.decode else 300
         )
         for dtype in (FP32, BF16):
-            found.append(shape.case(dtype, longest=longest, most_heads=8, gradients=dtype == FP32))
+            case = shape.case(dtype, longest=longest, most_heads=8, gradients=dtype == FP32)
+            found.append(case)
     return found
 
 
@@ -317,8 +327,9 @@ _QUICK_PATTERNS = (
 
 
 def select(patterns: Iterable[str] = (), *, quick: bool = False, seed: int = 0) -> tuple[Case, ...]:
-    """Cases whose name matches one of the glob patterns, or holds one as a part, or that carry one as a tag (form, dtype,
-    generator, memory); all of them without patterns. Raises ``ValueError`` for a pattern that matches nothing."""
+    """Cases whose name matches one of the glob patterns, or holds one as a part, or that carry one as a tag (form,
+    dtype, generator, memory); all of them without patterns. Raises ``ValueError`` for a pattern that matches
+    nothing."""
     chosen = CASES if not quick else tuple(c for c in CASES if any(fnmatchcase(c.name, p) for p in _QUICK_PATTERNS))
     patterns = tuple(patterns)
     for pattern in patterns:

@@ -30,12 +30,14 @@ class Fused:
             worst = int(share.argmax())
             if float(share.flatten()[worst]) > 1:
                 place = [int(n) for n in torch.unravel_index(torch.tensor(worst), share.shape)]
-                return f"{float(share.max()):.3g} times as far as allowed from torch's SDPA at sequence {sequence}, {place}"
+                times = f"{float(share.max()):.3g} times as far as allowed"
+                return f"{times} from torch's SDPA at sequence {sequence}, {place}"
         return ""
 
 
 def run(inputs: Inputs, expected: Expected) -> Fused | str:
-    """SDPA's outputs, or why they are no help: it cannot express the problem, or is itself outside the oracle's budget."""
+    """SDPA's outputs, or why they are no help: it cannot express the problem, or is itself outside the oracle's
+    budget."""
     case = inputs.case
     if case.scores or case.dtype == torch.float64 or case.cache_dtype is not None:
         return "SDPA has no such scores or dtypes"

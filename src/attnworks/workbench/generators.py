@@ -174,7 +174,8 @@ def hand(rng: torch.Generator, e: Extents) -> Triple:
 
 def _unit(rng: torch.Generator, size: int) -> Tensor:
     direction = _randn(rng, size)
-    return direction / direction.norm().clamp_min(1e-6)
+    length: Tensor = direction.norm().clamp_min(1e-6)
+    return direction / length
 
 
 GENERATORS: dict[str, Generator] = {

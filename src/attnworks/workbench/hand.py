@@ -1,8 +1,8 @@
 """Hand-computed cases: N = 4, d = 2, integers, with the answers written out.
 
-With ``scale = ln 2`` the softmax weights are powers of two, 2^(q·k), so every answer is a fraction and can be checked with
-pencil and paper: out = sum(2^s v) / total, LSE = ln(total), and dq, dk are ln 2 times a fraction. For the first query of
-"full": q·k = 1, 0, 1, -1; weights 2, 1, 2, 1/2; total 11/2; out = (2·(1, 2) + (3, -1) + 2·(-2, 4)) / (11/2)
+With ``scale = ln 2`` the softmax weights are powers of two, 2^(q·k), so every answer is a fraction and can be checked
+with pencil and paper: out = sum(2^s v) / total, LSE = ln(total), and dq, dk are ln 2 times a fraction. For the first
+query of "full": q·k = 1, 0, 1, -1; weights 2, 1, 2, 1/2; total 11/2; out = (2·(1, 2) + (3, -1) + 2·(-2, 4)) / (11/2)
 + (1/2)(0, -3) / (11/2) = (2/11, 19/11).
 
 The integers are in ``generators.py``. Rows are separated by ";", heads by "|".
@@ -27,8 +27,8 @@ LN2 = math.log(2)
 
 @dataclass(frozen=True)
 class Hand:
-    """One case and its answers. ``total``: the softmax denominators, whose logarithm is the LSE; ``dq``, ``dk``: in units
-    of ln 2; ``dsink``: of one sink logit 0 (weight 1)."""
+    """One case and its answers. ``total``: the softmax denominators, whose logarithm is the LSE; ``dq``, ``dk``: in
+    units of ln 2; ``dsink``: of one sink logit 0 (weight 1)."""
 
     case: Case
     out: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 @dataclass
 class SequenceTensors:
     """One sequence as the maths sees it: q (heads_q, seq_q, head_dim), k (heads_kv, seq_kv, head_dim),
-    v (heads_kv, seq_kv, head_dim_v), and the cotangents of out (heads_q, seq_q, head_dim_v) and lse (heads_q, seq_q)."""
+    v (heads_kv, seq_kv, head_dim_v), and the cotangents of out (heads_q, seq_q, head_dim_v) and lse (heads_q,
+    seq_q)."""
 
     q: Tensor
     k: Tensor
@@ -164,7 +166,7 @@ class Inputs:
             return list(lse)
         assert self.cu_seqlens_q is not None
         ends = self.cu_seqlens_q.tolist()
-        return [lse[:, first:last] for first, last in zip(ends[:-1], ends[1:], strict=True)]
+        return [lse[:, first:last] for first, last in pairwise(ends)]
 
     def scatter(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
         """A q- or out-like tensor of zeros with the sequences (heads, rows, dim) in their places."""

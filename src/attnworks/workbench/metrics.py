@@ -1,17 +1,18 @@
 """How wrong a result is, and whether that is too wrong.
 
-Each tensor (out, lse, dq, dk, dv, dbias, dsink) is measured against the oracle and judged by tests that are always printed
-beside their budgets:
+Each tensor (out, lse, dq, dk, dv, dbias, dsink) is measured against the oracle and judged by tests that are always
+printed beside their budgets:
 
-1. *elementwise*: |error| <= 8 · contraction, where the contraction carries u + 2^-24 · |scores| through the same products on
-   absolute values (``oracle.py``), plus the dtype's smallest subnormal. It holds for every correct kernel, also where the true
-   value is 0 and relative errors mean nothing.
-2. *aggregate*: Frobenius norm of the error of the tensor, of each head and of each tile of 64 rows <= 2 x the yardstick's
-   (``yardstick.py``) + 3 u of the reference's + what fp32 sums cause. The yardstick's error is the larger of the one measured
-   and the one expected of its roundings; a region of n numbers may deviate from it by a further 2/sqrt(n).
+1. *elementwise*: |error| <= 8 · contraction, where the contraction carries u + 2^-24 · |scores| through the same
+   products on absolute values (``oracle.py``), plus the dtype's smallest subnormal. It holds for every correct kernel,
+   also where the true value is 0 and relative errors mean nothing.
+2. *aggregate*: Frobenius norm of the error of the tensor, of each head and of each tile of 64 rows <= 2 x the
+   yardstick's (``yardstick.py``) + 3 u of the reference's + what fp32 sums cause. The yardstick's error is the larger
+   of the one measured and the one expected of its roundings; a region of n numbers may deviate from it by a further
+   2/sqrt(n).
 3. *non-finite*: NaN and Inf exactly where the reference has them (Inf also where it exceeds the dtype).
-4. *plain limits* on unit-normal inputs: fp32 max abs 1e-5, fp16 1e-3 · max(1, |ref|) and 1e-2 relative, fp32 gradients 1e-4
-   relative (where the gradient is not 0 by cancellation).
+4. *plain limits* on unit-normal inputs: fp32 max abs 1e-5, fp16 1e-3 · max(1, |ref|) and 1e-2 relative, fp32 gradients
+   1e-4 relative (where the gradient is not 0 by cancellation).
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class Measure:
 class Standard:
     """What one tensor of a case is measured against: the reference and its budgets, worked out once for all subjects.
 
-    ``elementwise``: a budget for each element of each sequence; ``regions``: an aggregate budget for each region's norm.
+    ``elementwise``: a budget for each element of each sequence; ``regions``: an aggregate budget for each region's
+    norm.
     """
 
     name: str
@@ -276,7 +278,8 @@ def _regions(name: str, squares: Tensor, sequence: int) -> dict[str, Tensor]:
     if name in ("dbias", "dsink"):
         return whole
     by_row = squares.sum(-1) if squares.dim() == 4 else squares
-    tiles = pad(by_row, (0, -by_row.shape[-1] % TILE)).unflatten(-1, (-1, TILE)).sum(-1) if by_row.shape[-1] else by_row
+    padded = pad(by_row, (0, -by_row.shape[-1] % TILE))
+    tiles = padded.view(*padded.shape[:-1], padded.shape[-1] // TILE, TILE).sum(-1)
     return whole | {f"head of sequence {sequence}": by_row.sum(-1), f"tile of sequence {sequence}": tiles}
 
 

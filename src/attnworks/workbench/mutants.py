@@ -1,7 +1,8 @@
 """Mutants: attention with one fault each, and the proof that the checks bite: every one must be rejected.
 
-``FAULTS`` lists them; ``Mutant`` makes one a subject of ``verify``, through the same checks as any backend. ``kill_table``
-runs them all and tells which check on which case caught each first. The kernel that the faults are built into is in
+``FAULTS`` lists them; ``Mutant`` makes one a subject of ``verify``, through the same checks as any backend.
+``kill_table`` runs them all and tells which check on which case caught each first. The kernel that the faults are built
+into is in
 ``tiled.py``.
 """
 
@@ -132,11 +133,15 @@ class Mutant:
 
     def __call__(self, inputs: Inputs, *, return_lse: bool = True, **options: Any) -> Outcome:
         kwargs = inputs.kwargs()
-        form: Callable[..., Outcome] = {"dense": self._dense, "varlen": self._varlen, "decode": self._decode}[inputs.case.form]
+        forms: dict[str, Callable[..., Outcome]] = {
+            "dense": self._dense,
+            "varlen": self._varlen,
+            "decode": self._decode,
+        }
         if self.has("writes into q"):
             kwargs["q"].data.mul_(1.0).nan_to_num_(7.0)
             kwargs["q"].data.flatten(-1)[..., -1:].add_(1e-3) if kwargs["q"].numel() else None
-        out, lse = form(**kwargs)
+        out, lse = forms[inputs.case.form](**kwargs)
         self._calls += 1
         if self.has("changes from call to call"):
             out = out * (1 + torch.finfo(out.dtype).eps * (self._calls % 2))
@@ -235,7 +240,15 @@ class Mutant:
         return [out for out, _ in pairs], [lse for _, lse in pairs]
 
     def _attend(
-        self, b: int, q: Tensor, k: Tensor, v: Tensor, limit: int, mask: Any, scores: tuple[Any, ...], scale: float | None
+        self,
+        b: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        limit: int,
+        mask: Any,
+        scores: tuple[Any, ...],
+        scale: float | None,
     ) -> tuple[Tensor, Tensor]:
         if scale is None:
             scale = (v if self.has("scale of head_dim_v") else q).shape[-1] ** -0.5
@@ -281,9 +294,7 @@ class Kill:
         return {"fault": self.fault, "case": self.case, "check": self.check, "detail": self.detail}
 
 
-def kill_table(
-    faults: Iterable[str] = tuple(FAULTS), *, seed: int = 0, progress: Progress | None = None
-) -> list[Kill]:
+def kill_table(faults: Iterable[str] = tuple(FAULTS), *, seed: int = 0, progress: Progress | None = None) -> list[Kill]:
     """Run each mutant through the quick cases until a check catches it."""
     cases, found, faults = catalogue.select(quick=True, seed=seed), [], tuple(faults)
     answers = {case.name: Answers(case) for case in cases}

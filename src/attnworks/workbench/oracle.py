@@ -1,11 +1,13 @@
-"""The oracle: attention and its gradients in fp64, straight from the definitions, with the error bounds that go with them.
+"""The oracle: attention and its gradients in fp64, straight from the definitions, with the error bounds that go with
+them.
 
 It shares no code with any backend: visibility comes element by element from what the masks mean, gradients from the
 formulas rather than from autograd. Beside each value stand the absolute-value contractions from which ``metrics`` takes
 its elementwise budgets. Per sequence, with a last column for the sink (-inf where there is none, value 0):
 
     S = modifiers(scale · Q Kᵀ), -inf where hidden;  P = softmax(S);  O = P V;  LSE = log Σ exp S
-    dV = Pᵀ dO;  dP = dO Vᵀ;  dS = P ∘ (dP - delta + dLSE), delta = rowsum(P ∘ dP);  dQ = scale · dS K;  dK = scale · dSᵀ Q
+    dV = Pᵀ dO;  dP = dO Vᵀ;  dS = P ∘ (dP - delta + dLSE), delta = rowsum(P ∘ dP);  dQ = scale · dS K;  dK = scale ·
+    dSᵀ Q
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from attnworks.workbench.inputs import Inputs, SequenceTensors
 FORWARD = ("out", "lse")
 GRADIENTS = ("dq", "dk", "dv")
 Tensors = dict[str, list[Tensor]]
-"""By tensor name (out, lse, dq, dk, dv, dbias, dsink): one tensor (heads, rows, dim) for each sequence; of dbias and dsink,
-which sequences share, one in all."""
+"""By tensor name (out, lse, dq, dk, dv, dbias, dsink): one tensor (heads, rows, dim) for each sequence; of dbias and
+dsink, which sequences share, one in all."""
 
 
 @dataclass
@@ -148,7 +150,8 @@ def score(inputs: Inputs, sequence: int, q: Tensor, k: Tensor) -> Scored:
 def expect(inputs: Inputs, gradients: bool = False) -> Expected:
     """The answer to a case, with gradients if asked for."""
     names = FORWARD + (GRADIENTS if gradients else ())
-    found = Expected(*({name: [] for name in names} for _ in range(4)))
+    empty: list[Tensors] = [{name: [] for name in names} for _ in range(4)]
+    found = Expected(*empty)
     for sequence, part in enumerate(inputs.values):
         _expect_sequence(inputs, sequence, part, found, gradients)
     return found
@@ -203,7 +206,7 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
         return
 
     def by_kv_head(x: Tensor) -> Tensor:
-        return x.unflatten(0, (case.heads_kv, group)).sum(1) if case.heads_kv else x
+        return x.view(case.heads_kv, group, *x.shape[1:]).sum(1) if case.heads_kv else x
 
     d_out = part.d_out.double()
     d_lse = torch.zeros_like(lse) if part.d_lse is None else torch.where(lse == -torch.inf, 0, part.d_lse.double())

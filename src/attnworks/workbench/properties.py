@@ -1,7 +1,7 @@
 """Properties that need no reference: what must not change a bit, and what must change nothing but rounding.
 
-Each function runs a subject on a case and returns "" if the property holds, otherwise what it saw. ``APPLIES`` tells which
-cases a property makes sense for.
+Each function runs a subject on a case and returns "" if the property holds, otherwise what it saw. ``APPLIES`` tells
+which cases a property makes sense for.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ def _difference(what: str, first: list[Tensor], second: list[Tensor]) -> str:
     return ""
 
 
-def _own(inputs: Inputs, subject: Subject, **options: object) -> tuple[list[Tensor], list[Tensor]]:
+def _own(inputs: Inputs, subject: Subject, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
     out, lse = subject(inputs, **options)
     assert lse is not None
     return inputs.gather(out), inputs.gather_lse(lse)
@@ -128,10 +129,11 @@ def ignores_threads(subject: Subject, case: Case) -> str:
 
 
 def batch_invariant(subject: Subject, case: Case) -> str:
-    """For a fixed plan a sequence's bits depend neither on the rest of the batch, nor on its place, nor on the pages."""
+    """For a fixed plan a sequence's bits depend neither on the rest of the batch, nor on its place, nor on the
+    pages."""
     whole = case.build()
     plan = getattr(subject, "plan", lambda inputs: None)(whole)
-    options = {"batch_invariant": True} | ({"plan": plan} if plan is not None else {})
+    options: dict[str, Any] = {"batch_invariant": True} | ({"plan": plan} if plan is not None else {})
     out, lse = _own(whole, subject, **options)
     for order in ([n] for n in range(len(out))):
         found, found_lse = _own(_take(whole, order), subject, **options)
@@ -157,7 +159,8 @@ def _take(inputs: Inputs, order: list[int]) -> Inputs:
 
 
 def merges(subject: Subject, case: Case) -> str:
-    """Attention over two halves of the keys, merged by LSE, is attention over all of them; a missing half changes nothing."""
+    """Attention over two halves of the keys, merged by LSE, is attention over all of them; a missing half changes
+    nothing."""
     whole = case.build()
     expected = expect(whole)
     halves = []

@@ -1,7 +1,7 @@
 """Attention shapes of real models, as data with their source.
 
-Lengths are what the model is used at; ``Shape.case`` takes shorter ones for verification on a CPU, and scales windows with
-them. Sources are the models' own configuration files (published with the weights) or papers.
+Lengths are what the model is used at; ``Shape.case`` takes shorter ones for verification on a CPU, and scales windows
+with them. Sources are the models' own configuration files (published with the weights) or papers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from attnworks import masks, scores
 from attnworks.masks import Causal, Window
 from attnworks.problem import Problem
 from attnworks.scores import Softcap
@@ -69,19 +70,15 @@ class Shape:
         )
 
     def problem(self, dtype: torch.dtype, *, batch: int = 1) -> Problem:
-        """The shape at full length, contiguous bhsd, without tensors; masks and scores must need none."""
-        from attnworks import masks, scores  # here, because the field names hide the modules
-
+        """The shape at full length, without tensors: contiguous, "bhsd" (a cache: "bshd"). Scores that need tensors are
+        left out."""
         dim_v = self.head_dim_v or self.head_dim
-        layout = "bshd" if self.decode else "bhsd"
 
         def strides(heads: int, rows: int, dim: int) -> tuple[int, int, int]:
             head, row = (dim, heads * dim) if self.decode else (rows * dim, dim)
             return heads * rows * dim, head, row
 
-        user_mask = None
-        for rule in self.mask:
-            user_mask = rule if user_mask is None else user_mask & rule  # type: ignore[operator]
+        (user_mask,) = self.mask or (None,)
         return Problem(
             form="decode" if self.decode else "dense",
             batch=batch,
@@ -99,7 +96,7 @@ class Shape:
             v_strides=strides(self.heads_kv, self.seq_kv, dim_v),
             mask=masks.split(user_mask)[0],
             scores=scores.split(tuple(rule for rule in self.scores if isinstance(rule, Softcap)))[0],
-            layout=layout,
+            layout="bshd" if self.decode else "bhsd",
         )
 
 

@@ -22,8 +22,8 @@ def _poisoned(shape: Sequence[int], dtype: torch.dtype, poison: float) -> Tensor
 
 def store(x: Tensor, layout: str, memory: str, poison: float) -> Tensor:
     """Lay a dense tensor out. ``memory``: "contiguous" (with guard elements around it), "gapped" (odd strides, an odd
-    offset, poison between rows, heads and batch entries), "swapped" (heads and rows stored in the other order), "strided
-    channels" (last dimension not contiguous), "shared heads" (one head stored once, head stride 0)."""
+    offset, poison between rows, heads and batch entries), "swapped" (heads and rows stored in the other order),
+    "strided channels" (last dimension not contiguous), "shared heads" (one head stored once, head stride 0)."""
     x = x if layout == "bhsd" else x.transpose(1, 2)
     batch, first, second, dim = x.shape
     if memory == "contiguous":

@@ -37,8 +37,9 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class BackendSubject:
-    """One backend of attnworks, through the public functions. ``change`` turns its preferred plan into the one to verify
-    (None: whatever the backend picks by itself). ``only_fp32``: its 16-bit results are not meant to be precise."""
+    """One backend of attnworks, through the public functions. ``change`` turns its preferred plan into the one to
+    verify (None: whatever the backend picks by itself). ``only_fp32``: its 16-bit results are not meant to be
+    precise."""
 
     name: str
     backend: Backend
@@ -82,16 +83,17 @@ class BackendSubject:
         return result if return_lse else (result, None)
 
 
-def backend_subjects() -> tuple[BackendSubject, ...]:
+def backend_subjects(*, quick: bool = False) -> tuple[BackendSubject, ...]:
     """Every backend as it is, and under the plans that its own choice would not reach on this machine: the CPU backend
-    with each other instruction set, with small tiles and with short splits; the reference's tiled schedules."""
+    with each other instruction set, with small tiles and with short splits; the reference's other schedules (they are
+    slow, so not if ``quick``)."""
     found = [BackendSubject(backend.NAME, backend) for backend in dispatch.BACKENDS]
     found += [BackendSubject(f"cpu, {isa}", cpu, _with(isa=isa)) for isa in cpu.isas()[1:]]
     if cpu.isas():
         found.append(BackendSubject("cpu, small tiles", cpu, _small_tiles))
         found.append(BackendSubject("cpu, short splits", cpu, lambda plan: Plan("cpu", "split_kv", split_kv=48)))
-    for schedule in ("standard", "kv_outer", "q_outer"):
-        tiles = {} if schedule == "standard" else {"tile_q": 16, "tile_kv": 32}
+    for schedule in () if quick else ("standard", "kv_outer", "q_outer"):
+        tiles = {} if schedule == "standard" else {"tile_q": 40, "tile_kv": 56}
         change = _with(schedule=schedule, **tiles)
         found.append(BackendSubject(f"reference, {schedule}", reference, change, only_fp32=schedule == "standard"))
     return tuple(found)

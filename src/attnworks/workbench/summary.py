@@ -1,4 +1,5 @@
-"""Summaries of verification results: the worst errors beside their budgets, the distribution of errors, why cases were skipped."""
+"""Summaries of verification results: the worst errors beside their budgets, the distribution of errors, why cases were
+skipped."""
 
 from __future__ import annotations
 

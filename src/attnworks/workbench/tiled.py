@@ -1,9 +1,9 @@
 """A compact tiled attention with a switch for each fault: the kernel that ``mutants.py`` breaks.
 
 Without a fault it is right, forward and backward: KV tiles with a running maximum and sum, partial results for every
-``SPLIT`` keys merged by their LSE, P and dS rounded to the input dtype. It reads what a caller passes (strides, offsets, page
-tables), not the case's values, and takes its own way from masks to tiles, so that a wrong oracle could not hide behind it.
-Rows are not tiled: no fault needs it.
+``SPLIT`` keys merged by their LSE, P and dS rounded to the input dtype. It reads what a caller passes (strides,
+offsets, page tables), not the case's values, and takes its own way from masks to tiles, so that a wrong oracle could
+not hide behind it. Rows are not tiled: no fault needs it.
 """
 
 from __future__ import annotations
@@ -182,7 +182,9 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
     total = torch.zeros_like(top)
     for first in range(0, k.shape[1], TILE):
         keys = slice(first, first + TILE)
-        if (has("first tile only") and start + first > 0) or (has("last partial tile dropped") and k[:, keys].shape[1] < TILE):
+        if (has("first tile only") and start + first > 0) or (
+            has("last partial tile dropped") and k[:, keys].shape[1] < TILE
+        ):
             continue
         s, _ = m.tile(q, k[:, keys], start + first)
         if has("tail keys unmasked"):
@@ -214,7 +216,15 @@ def _accumulate_fp16(acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
 
 
 def backward(
-    m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor
+    m: Modifiers,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor | None]:
     """(dq, dk, dv, dbias of each bias, dsink): P recomputed from the LSE, tile by tile. dk, dv have heads_q heads."""
     has = m.has
@@ -223,7 +233,9 @@ def backward(
         delta = delta - torch.where(lse == -torch.inf, 0, d_lse)[..., None]
     if has("delta missing"):
         delta = torch.zeros_like(delta)
-    safe = lse[..., None] if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)[..., None]
+    safe = (
+        lse[..., None] if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)[..., None]
+    )
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_biases = {place: torch.zeros_like(bias, dtype=q.dtype) for place, bias in m.biases.items()}
     for first in range(0, k.shape[1], TILE):
@@ -256,8 +268,8 @@ def backward(
 
 
 class Attend(torch.autograd.Function):
-    """forward() and backward() above for one sequence: (m, q, k, v, sink, *biases) -> (out, lse), with the rounding to the
-    input dtype and the mapping of query heads to KV heads."""
+    """forward() and backward() above for one sequence: (m, q, k, v, sink, *biases) -> (out, lse), with the rounding to
+    the input dtype and the mapping of query heads to KV heads."""
 
     @staticmethod
     def forward(ctx: Any, m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *biases: Tensor) -> Any:
@@ -294,7 +306,14 @@ class Attend(torch.autograd.Function):
                 narrow.append(wide.new_zeros(ctx.heads_kv, *wide.shape[1:]).index_add(0, ctx.heads, wide))
         dtypes = ctx.dtypes
         d_sink = None if d_sink is None or sink is None else d_sink.to(sink.dtype)
-        return (None, dq.to(dtypes[0]), narrow[0].to(dtypes[1]), narrow[1].to(dtypes[2]), d_sink, *(d.float() for d in d_biases))
+        return (
+            None,
+            dq.to(dtypes[0]),
+            narrow[0].to(dtypes[1]),
+            narrow[1].to(dtypes[2]),
+            d_sink,
+            *(d.float() for d in d_biases),
+        )
 
 
 def _head_map(has: Has, heads_q: int, heads_kv: int) -> Tensor:

@@ -1,8 +1,9 @@
 """verify(): is a kernel right? Three layers and the properties, on named cases, for every backend.
 
-1. hand: tiny cases whose answers are written out; 2. oracle: random and stress inputs against fp64; 3. fused: the framework's
-own fused attention as a cross-check. Then the properties that need no reference. A case is skipped only by the backend's
-own verdict, and listed with its reasons.
+1. hand: tiny cases whose answers are written out; 2. oracle: random and stress inputs against fp64; 3. fused: the
+   framework's
+own fused attention as a cross-check. Then the properties that need no reference. A case is skipped only by the
+backend's own verdict, and listed with its reasons.
 """
 
 from __future__ import annotations
@@ -108,10 +109,12 @@ def verify(
     """Verify subjects on cases; nothing is raised for what fails, it is in the results.
 
     ``backend``: "auto-all", or a name that subjects' names begin with ("cpu" takes "cpu" and "cpu, small tiles").
-    ``cases``: ``Case`` objects or patterns of ``catalogue.select``. ``quick``: the short list. ``seed``: of the random inputs.
-    ``subjects``: what to verify instead of the backends. Raises ``ValueError`` for a backend or pattern that matches nothing.
+    ``cases``: ``Case`` objects or patterns of ``catalogue.select``. ``quick``: the short list. ``seed``: of the random
+    inputs.
+    ``subjects``: what to verify instead of the backends. Raises ``ValueError`` for a backend or pattern that matches
+    nothing.
     """
-    chosen_subjects = _subjects(backend) if subjects is None else tuple(subjects)
+    chosen_subjects = _subjects(backend, quick) if subjects is None else tuple(subjects)
     given = tuple(case for case in cases if isinstance(case, Case))
     patterns = tuple(case for case in cases if isinstance(case, str))
     chosen = given if given and not patterns else (*given, *catalogue.select(patterns, quick=quick, seed=seed))
@@ -134,8 +137,9 @@ def verify(
     return results
 
 
-def _subjects(backend: str) -> tuple[Subject, ...]:
-    found: tuple[Subject, ...] = backend_subjects()
+def _subjects(backend: str, quick: bool) -> tuple[Subject, ...]:
+    # A backend asked for by name comes with all its plans.
+    found: tuple[Subject, ...] = backend_subjects(quick=quick and backend == "auto-all")
     if backend != "auto-all":
         names = [subject.name for subject in found]
         found = tuple(s for s in found if s.name == backend or s.name.startswith(f"{backend}, "))

@@ -1,8 +1,9 @@
-"""The yardstick: what a flash kernel at the declared precision gets, so that errors have something fair to stand beside.
+"""The yardstick: what a flash kernel at the declared precision gets, so that errors have something fair to stand
+beside.
 
-Scores, sums and accumulators in fp32 (fp64 for fp64), P and dS rounded to the input dtype before they are multiplied, the
-result rounded once. Never eager attention in low precision: eager fp16 is worse than a kernel that wrongly accumulates in
-fp16, and would let it pass.
+Scores, sums and accumulators in fp32 (fp64 for fp64), P and dS rounded to the input dtype before they are multiplied,
+the result rounded once. Never eager attention in low precision: eager fp16 is worse than a kernel that wrongly
+accumulates in fp16, and would let it pass.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _sequence(inputs: Inputs, sequence: int, part: SequenceTensors, gradients: b
         return x.to(dtype).to(compute)
 
     def by_kv_head(x: Tensor) -> Tensor:
-        return x.unflatten(0, (case.heads_kv, group)).sum(1) if case.heads_kv else x
+        return x.view(case.heads_kv, group, *x.shape[1:]).sum(1) if case.heads_kv else x
 
     q = part.q.to(compute)
     k, v = (x.to(compute).repeat_interleave(group, 0) for x in (part.k, part.v))

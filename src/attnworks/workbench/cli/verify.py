@@ -14,11 +14,15 @@ from attnworks.workbench.verify import verify as run
 
 @click.command()
 @click.option("--backend", default="auto-all", show_default=True, help="Name of a backend, or of one of its plans.")
-@click.option("--case", "cases", multiple=True, help="Part of a name, glob pattern or tag (form, dtype); may be repeated.")
+@click.option(
+    "--case", "cases", multiple=True, help="Part of a name, glob pattern or tag (form, dtype); may be repeated."
+)
 @click.option("--quick", is_flag=True, help="One or two cases of every kind.")
 @click.option("--seed", default=0, show_default=True, help="Of the random inputs.")
 @click.option("--list", "list_only", is_flag=True, help="List the cases and stop.")
-@click.option("--mutants", "run_mutants", is_flag=True, help="Prove that the checks bite: every wrong kernel must be caught.")
+@click.option(
+    "--mutants", "run_mutants", is_flag=True, help="Prove that the checks bite: every wrong kernel must be caught."
+)
 @output.json_option
 def verify(
     backend: str, cases: tuple[str, ...], quick: bool, seed: int, list_only: bool, run_mutants: bool, as_json: bool
@@ -48,7 +52,9 @@ def verify(
 def _list(patterns: tuple[str, ...], quick: bool, as_json: bool) -> None:
     chosen = catalogue.select(patterns, quick=quick)
     if as_json:
-        output.print_json([{"name": c.name, "stresses": c.stresses, "form": c.form, "source": c.source} for c in chosen])
+        output.print_json(
+            [{"name": c.name, "stresses": c.stresses, "form": c.form, "source": c.source} for c in chosen]
+        )
         return
     listed = output.table("case", "form", "stresses", "source", text_columns=4)
     for case in chosen:
@@ -71,7 +77,7 @@ def _mutants(seed: int, as_json: bool) -> None:
 
 
 def _print(results: list[Result], failed: list[Result]) -> None:
-    errors = output.table("subject", "dtype", "tensor", "tightest test", "error", "budget", "share", "max abs", 
+    errors = output.table("subject", "dtype", "tensor", "tightest test", "error", "budget", "share", "max abs",
                           "rel. Frobenius", "yardstick", "cosine", "case", text_columns=4)  # fmt: skip
     for row in summary.worst(results):
         m, check = row.measure, row.check
@@ -93,13 +99,15 @@ def _print(results: list[Result], failed: list[Result]) -> None:
             listed.add_row(subject, reason, str(count))
         output.print_table("Skipped, by the backend's own verdict", listed)
     totals = output.table("subject", "passed", "failed", "skipped", "hand", "oracle", "fused", "property")
-    for subject, count in summary.counts(results).items():
-        layers = (str(count[f"{layer} passed"]) for layer in ("hand", "oracle", "fused", "property"))
-        totals.add_row(subject, str(count["passed"]), str(count["failed"]), str(count["skipped"]), *layers)
+    for subject, by_status in summary.counts(results).items():
+        layers = (str(by_status[f"{layer} passed"]) for layer in ("hand", "oracle", "fused", "property"))
+        totals.add_row(subject, str(by_status["passed"]), str(by_status["failed"]), str(by_status["skipped"]), *layers)
     output.print_table("Checks", totals)
     for result in failed:
         output.console().print(
-            f"FAILED {result.subject}: {result.check} of {result.case.name}: {result.message}", style="red", markup=False
+            f"FAILED {result.subject}: {result.check} of {result.case.name}: {result.message}",
+            style="red",
+            markup=False,
         )
     if not failed:
         output.console().print("all passed", style="green")
