@@ -15,6 +15,7 @@ from attnworks.workbench.cli import main
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/README.md", "docs/benchmarking.md"]
 CODE = re.compile(r"`([^`\n]+)`|```\w*\n(.*?)```", re.DOTALL)
+PATH = re.compile(r"\.?[\w][\w./-]*(/|\.(py|md|toml|txt|h|cpp|yaml|sh|json))[\w./]*")
 # In a fresh clone these are made by the commands the documents describe.
 MADE = (".venv", "build")
 
@@ -37,12 +38,13 @@ def test_links_lead_somewhere(name):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_paths_exist(name):
-    paths = [
-        word.rstrip(".,:;")
-        for snippet in snippets(name)
-        for word in snippet.split()
-        if re.fullmatch(r"\.?[\w][\w./-]*(/|\.(py|md|toml|txt|h|cpp|yaml|sh|json))[\w./]*", word.rstrip(".,:;"))
-    ]
+    paths = []
+    for snippet in snippets(name):
+        words = snippet.split() or [""]
+        for before, word in zip(["", *words[:-1]], (word.rstrip(".,:;") for word in words), strict=True):
+            # What follows an option may be a file that the command writes.
+            if not before.startswith("--") and PATH.fullmatch(word):
+                paths.append(word)
     for path in paths:
         if not path.startswith(MADE):
             assert (ROOT / path).exists() or (ROOT / name).parent.joinpath(path).exists(), f"{name} names {path}"

@@ -13,8 +13,8 @@ The model counts what a schedule must move when its tiles live on chip and nothi
   read where there is more than one split.
 
 In the tiled schedules every query head reads its KV head's keys for itself, so GQA saves nothing of these re-reads.
-Tiles that closed bounds hide are never loaded. Tiling saves bytes, not FLOPs: without a mask every schedule has the same
-products.
+Tiles that closed bounds hide are never loaded. Tiling saves bytes, not FLOPs: without a mask every schedule has the
+same products.
 """
 
 from __future__ import annotations
