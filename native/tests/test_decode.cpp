@@ -327,6 +327,14 @@ void run_specials(const Kernels& kernels, DType dtype, const std::string& where)
     check(nans(bad_key, h) == c.head_dim_v && std::isnan(bad_key.lse[h]), where + ": NaN in a key");
     check(nans(bad_value, h) == 1 && bad_value.lse[h] == plain.lse[h], where + ": NaN in a value");
   }
+  // Infinity in the last value of an odd number of keys: nothing may meet it with weight 0.
+  Case odd = c;
+  odd.kv_lens = {299};
+  Memory infinite(odd, dtype);
+  set(dtype, infinite.v_at(0, 0, 298) + 5 * size, INFINITY);
+  infinite.run(kernels, 1);
+  for (int64_t h = 0; h < 4; h++)
+    check(get(dtype, infinite.out.data() + h * row + 5 * size) == INFINITY && nans(infinite, h) == 0, where + ": an infinite value");
   // A score of -inf hides its key: the result is that of the keys before it.
   Memory hidden(c, dtype), shorter(c, dtype);
   shorter.lens[0] = 299;
