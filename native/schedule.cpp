@@ -150,12 +150,15 @@ void run_decode(const Kernels& kernels, const DecodeProblem& p, const Operands& 
     const int64_t b = std::upper_bound(first_task.begin(), first_task.end(), task) - first_task.begin() - 1;
     const Splits splits = splits_of(p, kv_lens[b]);
     const int64_t per_head = std::max<int64_t>(splits.count(), 1);
-    const int64_t head_kv = (task - first_task[b]) / per_head, first_of_head = first_task[b] + head_kv * per_head;
+    // The KV head varies fastest: in a cache of rows (heads_kv, head_dim) neighbouring tasks then read the same pages of memory, whose
+    // translations are still at hand. Each head by itself would look every page up again.
+    const int64_t head_kv = (task - first_task[b]) % p.heads_kv, split = (task - first_task[b]) / p.heads_kv;
+    const int64_t first_of_head = first_task[b] + head_kv * per_head;
     DecodeTask t = decode_task(p, x, kv_lens, page_table, page_table_stride, b, head_kv);
     if (splits.count() > 0) {
-      t.key_begin = (splits.first + task - first_of_head) * p.split_kv;
+      t.key_begin = (splits.first + split) * p.split_kv;
       t.key_end = std::min(t.key_begin + p.split_kv, t.kv_len);
-      kernels.decode_split(p, t, partials.get() + task * stride, thread_scratch(scratch));
+      kernels.decode_split(p, t, partials.get() + (first_of_head + split) * stride, thread_scratch(scratch));
     }
     // Whoever finishes the last split merges them all, in the order of their keys.
     if (++done[b * p.heads_kv + head_kv] == per_head) kernels.decode_merge(p, t, partials.get() + first_of_head * stride, splits.count());
