@@ -40,7 +40,7 @@ static ForwardLayout forward_layout(const ForwardProblem& p) {
     at += align_up(floats, 16);
     return begin;
   };
-  l.q = region(l.tile_q * l.units);
+  l.q = region(l.tile_q * l.units + W);  // pack_q overruns by less than W
   l.k = region(l.tile_kv * l.units);
   l.v = region(align_up(p.head_dim_v, PANEL) / PANEL * l.panel_stride);
   l.acc = region(l.tile_q * l.acc_stride);

@@ -40,22 +40,34 @@ ATTNWORKS_INLINE Vec load_units(const T* row, int64_t at, int64_t dim) {
   }
 }
 
-// rows x dim of q -> micro-blocks [rows / MR][units][MR], times `factor` (fp32 only); row by row in tiles. Rows past the last are 0.
+constexpr int ROW_VECS = (MR + W - 1) / W;  // vectors that hold one number for each row of a micro-block
+
+// rows x dim of q -> micro-blocks [rows / MR][units][MR], times `factor` (fp32 only); row by row in tiles. Rows past the last are 0. Written in
+// ascending order in whole vectors, of which those at the end overrun their MR rows by less than W: so `packed` needs that much slack.
 template <typename T>
 static void pack_q(const T* q, int64_t stride, int64_t rows, int64_t dim, float factor, float* packed) {
   const int64_t units = row_units<T>(dim);
-  for (int64_t row = 0; row < align_up(rows, BLOCK_Q<T>); row++) {
-    float* to = packed + row / MR * units * MR + row % MR;
+  if constexpr (in_tiles<T>) {
+    for (int64_t row = 0; row < align_up(rows, BLOCK_Q<T>); row++)
+      for (int64_t at = 0; at < units; at += W) store(packed + row * units + at, row < rows ? load_units(q + row * stride, at, dim) : zero());
+    return;
+  }
+  for (int64_t row = 0; row < rows; row += MR) {
     for (int64_t at = 0; at < units; at += W) {
-      float unit[W];
-      Vec x = row < rows ? load_units(q + row * stride, at, dim) : zero();
-      if constexpr (in_tiles<T>) {
-        store(packed + row * units + at, x);
-        continue;
+      Vec x[ROW_VECS][W];
+#pragma GCC unroll 8
+      for (int v = 0; v < ROW_VECS; v++) {
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) {
+          const int r = v * W + i;
+          x[v][i] = r < MR && row + r < rows ? load_units(q + (row + r) * stride, at, dim) : zero();
+          if constexpr (!in_pairs<T>) x[v][i] = mul(x[v][i], set1(factor));
+        }
+        transpose(x[v]);
       }
-      if constexpr (!in_pairs<T>) x = mul(x, set1(factor));
-      store(unit, x);
-      for (int i = 0; i < least(W, units - at); i++) memcpy(to + (at + i) * MR, unit + i, 4);
+      for (int i = 0; i < least(W, units - at); i++, packed += MR)
+#pragma GCC unroll 8
+        for (int v = 0; v < ROW_VECS; v++) store(packed + v * W, x[v][i]);
     }
   }
 }

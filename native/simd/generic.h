@@ -17,7 +17,7 @@
 namespace attnworks::ATTNWORKS_ISA {
 
 constexpr int W = ATTNWORKS_GENERIC_WIDTH;
-constexpr int MR = W < 16 ? 4 : 12, NV = 2;  // the microkernel keeps MR rows x NV vectors of accumulators in registers
+constexpr int MR = 4, NV = 2;  // the microkernel keeps MR rows x NV vectors of accumulators in registers
 #ifdef ATTNWORKS_GENERIC_BF16_DOT
 constexpr bool HAS_BF16_DOT = true;
 #else
@@ -76,12 +76,11 @@ ATTNWORKS_INLINE Vec reduce_add_all(const Vec (&x)[W]) {
 }
 // W x W transpose of 32-bit units.
 ATTNWORKS_INLINE void transpose(Vec (&x)[W]) {
+  float rows[W][W], columns[W][W];
+  memcpy(rows, x, sizeof rows);
   for (int i = 0; i < W; i++)
-    for (int j = 0; j < i; j++) {
-      float t = x[i][j];
-      x[i][j] = x[j][i];
-      x[j][i] = t;
-    }
+    for (int j = 0; j < W; j++) columns[j][i] = rows[i][j];
+  memcpy(x, columns, sizeof columns);
 }
 
 ATTNWORKS_INLINE float bits_to_float(uint32_t bits) {
