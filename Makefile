@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+BUILD := build/editable
 NATIVE := CMakeLists.txt pyproject.toml $(shell find native -name '*.h' -o -name '*.cpp')
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 
@@ -42,10 +43,9 @@ matrix: native  ## Write docs/support_matrix.md and .json anew from the backends
 native: $(VENV)/installed.stamp  ## Build the extension and install the package editable (incremental)
 
 native-test: native
-	$(BIN)/cmake -S . -B build/ctest -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DATTNWORKS_PYTHON=OFF -DATTNWORKS_TESTS=ON > build/ctest.log || { cat build/ctest.log; exit 1; }
-	$(BIN)/cmake --build build/ctest
-	$(BIN)/ctest --test-dir build/ctest --output-on-failure
+	$(BIN)/cmake -DATTNWORKS_TESTS=ON $(BUILD) > build/cmake.log || { cat build/cmake.log; exit 1; }
+	$(BIN)/cmake --build $(BUILD)
+	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
 
 # NEON is claimed because this passes in CI; elsewhere it runs where the cross-compiler and the emulator are installed.
 neon-test: native
@@ -63,7 +63,7 @@ $(VENV)/tools.stamp: requirements-dev.txt
 	touch $@
 
 $(VENV)/installed.stamp: $(VENV)/tools.stamp $(NATIVE)
-	$(PIP) install --no-build-isolation --no-deps --editable .
+	$(PIP) install --no-build-isolation --no-deps --editable . -C build-dir=$(BUILD)
 	touch $@
 
 clean:  ## Remove the environment and everything built
