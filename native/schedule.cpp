@@ -34,13 +34,16 @@ ForwardTask head_task(const ForwardProblem& p, const Operands& x, int64_t batch,
   return task;
 }
 
-// Query rows per task: tile_q, or less where that would leave threads idle. tile_q changes no result.
+// Query rows per task: tile_q, or less where that would leave threads idle. Many rows share the cost of packing K and V, few keep the
+// threads busy to the end, for which unequal tasks (causal) must be more. tile_q changes no result.
 int64_t rows_per_task(const ForwardProblem& p, int64_t rows, int threads) {
-  constexpr int64_t UNIT = 48;  // a multiple of every kernel's micro-block
+  constexpr int64_t UNIT = 12;  // a multiple of every kernel's micro-block
   const int64_t most = std::clamp<int64_t>(p.tile_q, 1, MAX_TILE_Q);
   if (threads <= 1) return most;
-  const int64_t fair = ceil_div(ceil_div(rows, 4 * threads), UNIT) * UNIT;
-  return std::min(most, fair);
+  const int64_t tasks_per_thread = p.bounds.right < p.seq_kv ? 4 : 2;
+  const int64_t fair = ceil_div(ceil_div(rows, tasks_per_thread * threads), 4 * UNIT) * 4 * UNIT;
+  const int64_t longest = std::max<int64_t>(p.seq_q, 1), blocks = ceil_div(longest, std::min(most, fair));
+  return std::min(most, ceil_div(ceil_div(longest, blocks), UNIT) * UNIT);  // equal blocks
 }
 
 void run_rows(const Kernels& kernels, const ForwardProblem& p, ForwardTask task, int64_t block, int64_t blocks) {
