@@ -5,8 +5,8 @@ set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 build=$root/build/aarch64
 cmake -S "$root" -B "$build" -DATTNWORKS_PYTHON=OFF -DATTNWORKS_TESTS=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
-  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static
+  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 cmake --build "$build" --parallel
 for test in test_forward test_decode; do
-  OMP_WAIT_POLICY=passive qemu-aarch64-static "$build/native/tests/$test"
+  OMP_WAIT_POLICY=passive qemu-aarch64-static -L /usr/aarch64-linux-gnu "$build/native/tests/$test"
 done
