@@ -79,9 +79,21 @@ ATTNWORKS_INLINE float row_max(const float* scores, int64_t begin, int64_t end) 
   return reduce_max(high[0]);
 }
 
-// Scores [begin, end) of a row become exp2(factor * scores - shift) in place (factor is 1 except in tiles), packed to bf16 pairs from begin / 2 on if PAIRS. sum: its W lanes.
+// The same, and scores *= factor. They are rounded before the maximum is subtracted, not fused with that: else the largest, if it is huge,
+// would differ from itself.
+ATTNWORKS_INLINE float scaled_row_max(float* scores, int64_t begin, int64_t end, float factor) {
+  Vec high = set1(-INFINITY);
+  for (int64_t at = begin; at < end; at += W) {
+    const Vec x = mul(set1(factor), load(scores + at));
+    store(scores + at, x);
+    high = max(high, x);
+  }
+  return reduce_max(high);
+}
+
+// Scores [begin, end) of a row become exp2(scores - shift) in place, packed to bf16 pairs from begin / 2 on if PAIRS. sum: its W lanes.
 template <typename T>
-ATTNWORKS_INLINE void row_probs(float* scores, int64_t begin, int64_t end, float factor, float shift, float rescale, float* running_sum) {
+ATTNWORKS_INLINE void row_probs(float* scores, int64_t begin, int64_t end, float shift, float rescale, float* running_sum) {
   constexpr bool PAIRS = in_pairs<T>;
   Vec sum[NV];
   sum[0] = mul(load(running_sum), set1(rescale));
@@ -91,8 +103,7 @@ ATTNWORKS_INLINE void row_probs(float* scores, int64_t begin, int64_t end, float
     Vec probs[NV];
 #pragma GCC unroll 8
     for (int n = 0; n < NV; n++) {
-      const Vec score = load(scores + at + n * W);
-      probs[n] = exp2<PAIRS ? 4 : 5>(in_tiles<T> ? fma(score, set1(factor), set1(-shift)) : sub(score, set1(shift)));
+      probs[n] = exp2<PAIRS ? 4 : 5>(sub(load(scores + at + n * W), set1(shift)));
       sum[n] = add(sum[n], probs[n]);
     }
     if constexpr (PAIRS) {
@@ -111,8 +122,8 @@ ATTNWORKS_INLINE void row_probs(float* scores, int64_t begin, int64_t end, float
 // One step of the online softmax (Milakov & Gimelshein 2018, algorithm 3) for the rows of a micro-block, in base 2: scores become probs,
 // running_max and running_sum are brought up to date, rescale is what the old acc must be multiplied by. tile_max: of these scores.
 template <typename T>
-ATTNWORKS_INLINE void softmax_step(float* scores, int64_t begin, int64_t end, float factor, const float* tile_max, float* running_max,
-                                   float* running_sum, float* rescale) {
+ATTNWORKS_INLINE void softmax_step(float* scores, int64_t begin, int64_t end, const float* tile_max, float* running_max, float* running_sum,
+                                   float* rescale) {
   float shift[ROW_STATE<T>];
   for (int r = 0; r < ROW_STATE<T>; r += W) {
     const Vec before = load(running_max + r), after = max(before, load(tile_max + r));
@@ -123,7 +134,7 @@ ATTNWORKS_INLINE void softmax_step(float* scores, int64_t begin, int64_t end, fl
     store(rescale + r, exp2<5>(sub(before, finite)));
   }
   for (int r = 0; r < BLOCK_Q<T>; r++)
-    row_probs<T>(scores + r * SCORES_ROW, begin, end, factor, shift[r], rescale[r], running_sum + r * W);
+    row_probs<T>(scores + r * SCORES_ROW, begin, end, shift[r], rescale[r], running_sum + r * W);
 }
 
 // One micro-block against keys [tile, tile + keys) of a packed tile; `row` is its first query row.
@@ -150,7 +161,7 @@ static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task
 
   float tile_max[ROW_STATE<T>], rescale[ROW_STATE<T>];
   for (int r = ROWS; r < ROW_STATE<T>; r++) tile_max[r] = 0;
-  // Tiles hold plain products. A positive factor can wait until the exponent, where it costs nothing; another one changes their order.
+  // Tiles hold plain products. A positive factor can wait until after the mask, for the pass that seeks the maximum.
   const bool late = in_tiles<T> && factor > 0;
   for (int r = 0; r < ROWS; r++) {
     if (in_tiles<T> && !late) scale_row(scores + r * SCORES_ROW + begin, end - begin, factor);
@@ -158,9 +169,9 @@ static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task
     const int64_t query = least(row + r, last);
     const int64_t visible_begin = visible.begin(query) - tile, visible_end = least(visible.end(query) - tile, keys);
     if (visible_begin > begin || visible_end < end) mask_row(scores + r * SCORES_ROW, begin, end, visible_begin, visible_end);
-    tile_max[r] = row_max<NV>(scores + r * SCORES_ROW, begin, end) * (late ? factor : 1.f);
+    tile_max[r] = late ? scaled_row_max(scores + r * SCORES_ROW, begin, end, factor) : row_max<NV>(scores + r * SCORES_ROW, begin, end);
   }
-  softmax_step<T>(scores, begin, end, late ? factor : 1.f, tile_max, scratch + l.running_max + block / ROWS * ROW_STATE<T>,
+  softmax_step<T>(scores, begin, end, tile_max, scratch + l.running_max + block / ROWS * ROW_STATE<T>,
                   scratch + l.running_sum + block * W, rescale);
 
   const int64_t from = in_tiles<T> ? begin / 2 : row_units<T>(first_key - first_key % 2), depth = row_units<T>(end_key) - from;
