@@ -79,6 +79,8 @@ def verdict(problem: Problem, hardware: Hardware) -> Verdict:
 def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
     isa = isas()[0] if isas() else ""
     if problem.form == "decode" or _few_rows(problem):
+        if isa == "amx_bf16":
+            isa = "avx512"  # no tiles in decode, and where there is AMX, dot products of pairs run at half the FMA rate
         return [Plan(NAME, "split_kv", split_kv=SPLIT_KV, isa=isa)]
     # Many rows share the cost of packing a tile of K and V, which weighs more the faster the products are; the native
     # scheduler takes fewer where threads would be idle. Measured: docs/results.
