@@ -5,7 +5,7 @@ set -eu
 root=$(cd "$(dirname "$0")/../.." && pwd)
 build=$root/build/aarch64
 cmake -S "$root" -B "$build" -DATTNWORKS_PYTHON=OFF -DATTNWORKS_TESTS=ON -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
-  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DOpenMP_gomp_LIBRARY=-lgomp
+  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 cmake --build "$build" --parallel
 for test in test_forward test_decode; do
   OMP_WAIT_POLICY=passive qemu-aarch64-static -L /usr/aarch64-linux-gnu "$build/native/tests/$test" neon
