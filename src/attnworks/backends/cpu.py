@@ -82,11 +82,23 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
         if isa == "amx_bf16":
             isa = "avx512"  # no tiles in decode, and where there is AMX, dot products of pairs run at half the FMA rate
         return [Plan(NAME, "split_kv", split_kv=SPLIT_KV, isa=isa)]
-    # Many rows share the cost of packing a tile of K and V, which weighs more the faster the products are; the native
-    # scheduler takes fewer where threads would be idle. Measured: docs/results.
-    tile_q = 768 if isa == "amx_bf16" and problem.dtype == torch.bfloat16 else 384
-    tile_kv = 512 if problem.head_dim + problem.head_dim_v <= 256 else 256
+    tile_q, tile_kv = _tiles(problem, isa)
     return [Plan(NAME, "tiled", tile_q=tile_q, tile_kv=tile_kv, isa=isa)]
+
+
+def _tiles(problem: Problem, isa: str) -> tuple[int, int]:
+    """(tile_q, tile_kv). Many rows share the cost of packing a tile of K and V, which weighs more the faster the products
+    are; the native scheduler takes fewer where threads would be idle. A packed tile of K and V has to leave room in L2.
+
+    Measured interleaved against SDPA, N 1k to 8k, 2 threads: AVX2 (Zen 3, 512 KiB of L2) was best at 768 x 256 for
+    head_dim 64, 384 x 256 for 128 and 256; AVX-512 and AMX (Xeon, 2 MiB) at 384 x 512 and 768 x 512. Wider heads than
+    256 are not tuned.
+    """
+    width = problem.head_dim + problem.head_dim_v
+    if isa.startswith(("avx512", "amx")):
+        tiles_of_bf16 = isa == "amx_bf16" and problem.dtype == torch.bfloat16
+        return 768 if tiles_of_bf16 else 384, 512 if width <= 256 else 256
+    return 768 if width <= 128 else 384, 256 if width <= 512 else 128
 
 
 def _few_rows(problem: Problem) -> bool:
