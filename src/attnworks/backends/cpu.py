@@ -87,8 +87,8 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
 
 
 def _tiles(problem: Problem, isa: str) -> tuple[int, int]:
-    """(tile_q, tile_kv). Many rows share the cost of packing a tile of K and V, which weighs more the faster the products
-    are; the native scheduler takes fewer where threads would be idle. A packed tile of K and V has to leave room in L2.
+    """(tile_q, tile_kv). Many rows share the cost of packing a tile of K and V, which weighs more the faster the
+    products are; the native scheduler takes fewer where threads would be idle. A packed tile must leave room in L2.
 
     Measured interleaved against SDPA, N 1k to 8k, 2 threads: AVX2 (Zen 3, 512 KiB of L2) was best at 768 x 256 for
     head_dim 64, 384 x 256 for 128 and 256; AVX-512 and AMX (Xeon, 2 MiB) at 384 x 512 and 768 x 512. Wider heads than
