@@ -15,12 +15,13 @@ help:  ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: native  ## Attention proven right, timed against PyTorch's SDPA, and the bytes it moves
-	@echo '--- Is it right? Every backend against an fp64 reference.'
-	@$(BIN)/attnworks verify --quick
-	@echo; echo '--- Is it fast? Against scaled_dot_product_attention in the same process.'
-	@$(BIN)/attnworks bench --quick
-	@echo; echo '--- Why? The bytes that cross the slow memory.'
-	@$(BIN)/attnworks traffic
+	@set -e; [ -t 1 ] || export COLUMNS=140; PATH=$(abspath $(BIN)):$$PATH; \
+	echo '--- Is it right? Every backend against an fp64 reference.'; \
+	attnworks verify --quick; \
+	echo; echo '--- Is it fast? Against scaled_dot_product_attention in the same process.'; \
+	attnworks bench --quick; \
+	echo; echo '--- Why? The bytes that cross the slow memory.'; \
+	attnworks traffic
 
 test: lint native-test neon-test  ## Everything CI runs: lint, types, C++ tests, pytest
 	$(BIN)/python -m pytest -q -n $(JOBS)
