@@ -60,18 +60,18 @@ struct DecodeProblem {
   int64_t split_kv;
 };
 
-// One unit of work of the decode: keys [key_begin, key_end) of one KV head, for all rows that share it:
+// One unit of work of the decode: keys [key_begin, key_end) of `heads` KV heads, each for all rows that share it:
 // row r = query * group + g, with group = heads_q / heads_kv, query in [0, seq_q) and g the query head inside the group.
-// q, out and lse point at query 0 of the group's first head; the heads of a group are problem.q.head (out.head, lse.head) apart.
-// Dense: k and v point at key 0 of this sequence and head, pages is null.
-// Paged: k and v point at page 0 of this head; key j is row j % page_size of page pages[j / page_size];
+// q, out and lse point at query 0 of the first head's first query head; query heads are problem.q.head (out.head, lse.head) apart.
+// Dense: k and v point at key 0 of this sequence and the first head, pages is null.
+// Paged: k and v point at page 0 of the first head; key j is row j % page_size of page pages[j / page_size];
 //        pages holds exactly ceil(kv_len / page_size) entries that may be read.
 struct DecodeTask {
   const void *q, *k, *v;
   void* out;
   float* lse;  // may be null
   const int64_t* pages;
-  int64_t kv_len, key_begin, key_end;
+  int64_t heads, kv_len, key_begin, key_end;
 };
 
 // Everything that is compiled once per instruction set. Scratch is uninitialised, 64-byte aligned, private to the calling thread.
@@ -81,10 +81,12 @@ struct Kernels {
   size_t (*forward_scratch)(const ForwardProblem&);  // bytes
   void (*forward)(const ForwardProblem&, const ForwardTask&, void* scratch);
 
-  size_t (*decode_scratch)(const DecodeProblem&);  // bytes
-  size_t (*decode_partial)(const DecodeProblem&);  // floats of one split's partial result (acc, running_max, running_sum of every row)
-  void (*decode_split)(const DecodeProblem&, const DecodeTask&, float* partial, void* scratch);
-  // Writes out and lse of all rows from `splits` partial results, that lie decode_partial floats apart in the order of their keys.
+  size_t (*decode_scratch)(const DecodeProblem&, int64_t heads);  // bytes
+  size_t (*decode_partial)(const DecodeProblem&);  // floats of one head's partial result (acc, running_max, running_sum of every row)
+  // Writes one partial result for each head of the task, `stride` floats apart.
+  void (*decode_split)(const DecodeProblem&, const DecodeTask&, float* partials, int64_t stride, void* scratch);
+  // Writes out and lse of all rows of the task's first head from `splits` partial results, that lie decode_partial floats apart in the
+  // order of their keys.
   // splits may be 0 (no visible key: out 0, lse -inf).
   void (*decode_merge)(const DecodeProblem&, const DecodeTask&, const float* partials, int64_t splits);
 

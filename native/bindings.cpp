@@ -88,7 +88,7 @@ struct Decode {
     require_at_least(1, {{"split_kv", split_kv}});
   }
 
-  size_t scratch_bytes() const { return kernels.decode_scratch(problem); }
+  size_t scratch_bytes() const { return kernels.decode_scratch(problem, decode_heads(problem)); }
   void call(Address q, Address k, Address v, Address out, Address lse, Address kv_lens, Address page_table, int64_t page_table_stride,
             int threads) const {
     run_decode(kernels, problem, operands(q, k, v, out, lse), (const int64_t*)kv_lens, (const int64_t*)page_table, page_table_stride, threads);

@@ -7,10 +7,10 @@
 
 namespace attnworks::ATTNWORKS_ISA {
 
-constexpr int TILE_ROWS = 32;               // query rows whose q and acc stay on chip during one pass over a split
-constexpr int64_t BLOCK_BYTES = 256 << 10;  // K and V of one block, so that they and the next block's K stay in L2
+constexpr int TILE_ROWS = 32;               // query rows of a head whose q and acc stay on chip during one pass over a split
+constexpr int64_t BLOCK_BYTES = 256 << 10;  // K and V of one block, so that they and what is fetched ahead stay in L2
 
-// Keys [first, first + count) and where they are. Beyond count the last row is repeated: kernels may read on, but only there.
+// Keys [first, first + count) and where they are, for the task's first head. Beyond count the last row is repeated: kernels may read on, but only there.
 template <typename T>
 struct Block {
   int64_t first;
@@ -36,7 +36,7 @@ static void find_rows(const DecodeTask& task, const T* cache, const Strides& str
 }
 template <typename T>
 static void find_block(const DecodeProblem& p, const DecodeTask& task, int64_t first, int64_t end, const T* zero_row, Block<T>& block) {
-  const int64_t most = BLOCK_BYTES / ((p.head_dim + p.head_dim_v) * (int64_t)sizeof(T)) / 32 * 32;
+  const int64_t most = BLOCK_BYTES / (task.heads * (p.head_dim + p.head_dim_v) * (int64_t)sizeof(T)) / 32 * 32;
   block.first = first;
   block.count = (int)clamp(end - first, 0, clamp(most, 32, BLOCK_KEYS));
   if (block.count == 0) return;
@@ -45,80 +45,102 @@ static void find_block(const DecodeProblem& p, const DecodeTask& task, int64_t f
   if (PAIRS<T> && block.count % 2) block.values[block.count] = zero_row;
 }
 
-// Scratch of one tile of rows.
+// What a tile of rows of each of a task's KV heads keeps on chip; the keys that a row sees are the same for all heads.
 template <typename T>
 struct Tile {
-  int64_t q_stride, acc_stride;
-  float *q, *acc, *running_max, *running_sum;
-  T* zero_row;                                // for the odd last row of V where rows enter in pairs
-  int64_t begin[TILE_ROWS], end[TILE_ROWS];  // the keys that a row sees
+  int64_t q_stride, acc_stride, head_stride;   // from row to row, from head to head
+  float *q, *acc, *running_max, *running_sum;  // of the first head
+  float* scores;                               // [heads][BLOCK_ROWS][BLOCK_KEYS]
+  T* zero_row;                                 // for the odd last row of V where rows enter in pairs
+  int64_t *begin, *end;                        // the keys that a row sees
 
-  Tile(const DecodeProblem& p, float* scratch) {
+  Tile(const DecodeProblem& p, int64_t heads, float* scratch) {
     q_stride = round_up(p.head_dim, STEP) / STEP * VECS<T> * W;
     acc_stride = round_up(p.head_dim_v, STEP);
-    acc = scratch;
+    scores = scratch;
+    acc = scores + heads * BLOCK_ROWS * BLOCK_KEYS;
     q = acc + TILE_ROWS * acc_stride;
     running_max = q + TILE_ROWS * q_stride;
     running_sum = running_max + TILE_ROWS;
-    zero_row = (T*)(running_sum + TILE_ROWS);
-    memset((void*)zero_row, 0, acc_stride * sizeof(T));
+    head_stride = running_sum + TILE_ROWS - acc;
+    begin = (int64_t*)(acc + heads * head_stride);
+    end = begin + TILE_ROWS;
+    zero_row = (T*)(end + TILE_ROWS);
+    memset((void*)zero_row, 0, heads * acc_stride * sizeof(T));
   }
 };
-static size_t decode_scratch(const DecodeProblem& p) {
+static size_t decode_scratch(const DecodeProblem& p, int64_t heads) {
   const int64_t head_dim = round_up(p.head_dim, STEP), head_dim_v = round_up(p.head_dim_v, STEP);
-  return (size_t)(TILE_ROWS * (head_dim + head_dim_v + 2) + head_dim_v) * sizeof(float);
+  const int64_t of_head = BLOCK_ROWS * BLOCK_KEYS + TILE_ROWS * (head_dim + head_dim_v + 2) + head_dim_v;
+  return heads * of_head * sizeof(float) + 2 * TILE_ROWS * sizeof(int64_t);
 }
 
-// Fills the tile with rows [first_row, first_row + rows) of the group and an empty result.
+// Fills the tile with rows [first_row, first_row + rows) of every head's group and an empty result.
 template <typename T>
-static void start_tile(const DecodeProblem& p, const DecodeTask& task, int64_t first_row, int rows, Tile<T>& tile) {
+static void start_tile(const DecodeProblem& p, const DecodeTask& task, int64_t first_row, int rows, const Tile<T>& tile) {
   const int64_t group = p.heads_q / p.heads_kv, shift = p.bounds.shift(p.seq_q, task.kv_len);
   const int64_t padded = round_up(rows, BLOCK_ROWS);  // rows that only fill up a block are 0 and see nothing
-  memset(tile.acc, 0, padded * tile.acc_stride * sizeof(float));
-  memset(tile.q + rows * tile.q_stride, 0, (padded - rows) * tile.q_stride * sizeof(float));
   for (int r = 0; r < padded; r++) {
-    tile.running_max[r] = -INFINITY;
-    tile.running_sum[r] = 0.f;
-    tile.begin[r] = tile.end[r] = 0;
-    if (r >= rows) continue;
-    const int64_t query = (first_row + r) / group, head = (first_row + r) % group;
-    tile.begin[r] = larger(task.key_begin, query + shift - p.bounds.left);
-    tile.end[r] = smaller(task.key_end, query + shift + p.bounds.right + 1);
-    const T* q = (const T*)task.q + query * p.q.row + head * p.q.head;
-    float* to = tile.q + r * tile.q_stride;
-    for (int64_t d = 0; d < p.head_dim; d += STEP, to += VECS<T> * W) {
-      Vec x[VECS<T>];
-      load_step_n(q + d, (int)smaller(p.head_dim - d, STEP), x);
-      for (int v = 0; v < VECS<T>; v++) store(to + v * W, x[v]);
+    const int64_t query = (first_row + r) / group;
+    tile.begin[r] = r < rows ? larger(task.key_begin, query + shift - p.bounds.left) : 0;
+    tile.end[r] = r < rows ? smaller(task.key_end, query + shift + p.bounds.right + 1) : 0;
+  }
+  for (int64_t head_kv = 0; head_kv < task.heads; head_kv++) {
+    const int64_t state = head_kv * tile.head_stride;
+    memset(tile.acc + state, 0, padded * tile.acc_stride * sizeof(float));
+    memset(tile.q + state + rows * tile.q_stride, 0, (padded - rows) * tile.q_stride * sizeof(float));
+    for (int r = 0; r < padded; r++) {
+      tile.running_max[state + r] = -INFINITY;
+      tile.running_sum[state + r] = 0.f;
+    }
+    for (int r = 0; r < rows; r++) {
+      const int64_t query = (first_row + r) / group, head = head_kv * group + (first_row + r) % group;
+      const T* q = (const T*)task.q + query * p.q.row + head * p.q.head;
+      float* to = tile.q + state + r * tile.q_stride;
+      for (int64_t d = 0; d < p.head_dim; d += STEP, to += VECS<T> * W) {
+        Vec x[VECS<T>];
+        load_step_n(q + d, (int)smaller(p.head_dim - d, STEP), x);
+        for (int v = 0; v < VECS<T>; v++) store(to + v * W, x[v]);
+      }
     }
   }
 }
 
-// What one block of keys means for R rows from `row` on.
+// What one block of keys means for R rows of each head from `row` on. Keys and values are gone over in the order of memory where the
+// heads of a key lie side by side: the hardware's prefetchers follow nothing else.
 template <typename T, int R>
-static void attend(const DecodeProblem& p, const Tile<T>& tile, int row, const Block<T>& block, Ahead values_ahead, Ahead keys_ahead) {
-  alignas(64) float scores[R][BLOCK_KEYS];
-  const float factor = p.scale * LOG2E, *q = tile.q + row * tile.q_stride;
-  float* acc = tile.acc + row * tile.acc_stride;
+static void attend(const DecodeProblem& p, const Tile<T>& tile, int64_t heads, int row, const Block<T>& block, Ahead values_ahead,
+                   Ahead keys_ahead) {
+  const Queries q = {tile.q + row * tile.q_stride, tile.q_stride, tile.head_stride, heads, p.scale * LOG2E};
   if constexpr (R == 1)
-    score_row(q, block.keys, block.count, p.head_dim, factor, scores[0], values_ahead);
+    score_row(q, block.keys, p.k.head, block.count, p.head_dim, tile.scores, values_ahead);
   else
-    score_block<T, R>(q, tile.q_stride, block.keys, block.count, p.head_dim, factor, scores, values_ahead);
-  for (int r = 0; r < R; r++) {
-    const int64_t begin = clamp(tile.begin[row + r] - block.first, 0, block.count);
-    const int64_t end = clamp(tile.end[row + r] - block.first, begin, block.count);
-    const float rescale = softmax_block<T>(scores[r], block.count, (int)begin, (int)end, tile.running_max[row + r], tile.running_sum[row + r]);
-    if (rescale == 1.f) continue;
-    for (int64_t c = r * tile.acc_stride; c < (r + 1) * tile.acc_stride; c += W) store(acc + c, mul(set1(rescale), load(acc + c)));
+    score_block<T, R>(q, block.keys, p.k.head, block.count, p.head_dim, tile.scores, values_ahead);
+  for (int64_t head = 0; head < heads; head++) {
+    const int64_t state = head * tile.head_stride + row;
+    for (int r = 0; r < R; r++) {
+      const int64_t begin = clamp(tile.begin[row + r] - block.first, 0, block.count);
+      const int64_t end = clamp(tile.end[row + r] - block.first, begin, block.count);
+      float* scores = tile.scores + (head * BLOCK_ROWS + r) * BLOCK_KEYS;
+      const float rescale =
+          softmax_block<T>(scores, block.count, (int)begin, (int)end, tile.running_max[state + r], tile.running_sum[state + r]);
+      if (rescale == 1.f) continue;
+      float* acc = tile.acc + head * tile.head_stride + (row + r) * tile.acc_stride;
+      for (int64_t c = 0; c < tile.acc_stride; c += W) store(acc + c, mul(set1(rescale), load(acc + c)));
+    }
   }
   // A few keys at a time, so that V is read nearly in order of memory although not all columns fit the registers.
   constexpr int FEW = R == 1 ? 8 : 32;
   for (int j = 0; j < block.count; j += FEW)
-    weigh_block<T, R>(scores[0] + (PAIRS<T> ? j / 2 : j), block.values + j, (int)smaller(FEW, block.count - j), 0, p.head_dim_v, acc,
-                      tile.acc_stride, keys_ahead);
+    for (int64_t head = 0; head < heads; head++) {
+      const float* probs = tile.scores + head * BLOCK_ROWS * BLOCK_KEYS + (PAIRS<T> ? j / 2 : j);
+      float* acc = tile.acc + head * tile.head_stride + row * tile.acc_stride;
+      weigh_block<T, R>(probs, block.values + j, (int)smaller(FEW, block.count - j), head * p.v.head, 0, p.head_dim_v, acc, tile.acc_stride,
+                        keys_ahead);
+    }
 }
 
-// A tile of rows against all keys of the split that any of them sees.
+// A tile of rows of each head against all keys of the split that any of them sees.
 template <typename T>
 static void run_tile(const DecodeProblem& p, const DecodeTask& task, int rows, const Tile<T>& tile) {
   Block<T> blocks[2], *block = &blocks[0], *next = &blocks[1];
@@ -126,14 +148,14 @@ static void run_tile(const DecodeProblem& p, const DecodeTask& task, int rows, c
   find_block(p, task, tile.begin[0], end, tile.zero_row, *block);
   while (block->count > 0) {
     find_block(p, task, block->first + block->count, end, tile.zero_row, *next);
-    Ahead values_ahead(block->values, block->count, p.head_dim_v), keys_ahead(next->keys, next->count, p.head_dim);
+    Ahead values_ahead(block->values, block->count, task.heads * p.head_dim_v), keys_ahead(next->keys, next->count, task.heads * p.head_dim);
     for (int row = 0, size; row < rows; row += size) {
       const int left = rows - row;
       size = left > 4 ? BLOCK_ROWS : left > 2 ? 4 : left;
       const int64_t row_end = tile.end[smaller(row + size, rows) - 1];
       if (tile.begin[row] >= block->first + block->count || row_end <= block->first) continue;
       const auto kernel = size == 8 ? attend<T, BLOCK_ROWS> : size == 4 ? attend<T, 4> : size == 2 ? attend<T, 2> : attend<T, 1>;
-      kernel(p, tile, row, *block, values_ahead, keys_ahead);
+      kernel(p, tile, task.heads, row, *block, values_ahead, keys_ahead);
       values_ahead = keys_ahead = Ahead();  // once is enough
     }
     Block<T>* done = block;
@@ -146,34 +168,40 @@ static void run_tile(const DecodeProblem& p, const DecodeTask& task, int rows, c
 static int64_t decode_rows(const DecodeProblem& p) { return p.seq_q * (p.heads_q / p.heads_kv); }
 static size_t decode_partial(const DecodeProblem& p) { return (size_t)(decode_rows(p) * (p.head_dim_v + 2)); }
 
+// Writes the tile's result as rows [first, first + count) of one head's partial result.
 template <typename T>
-static void split_as(const DecodeProblem& p, const DecodeTask& task, float* partial, float* scratch) {
-  const int64_t rows = decode_rows(p);
+static void store_partial(const DecodeProblem& p, const Tile<T>& tile, int64_t head, int64_t first, int count, float* partial) {
+  const int64_t rows = decode_rows(p), state = head * tile.head_stride;
   float *running_max = partial + rows * p.head_dim_v, *running_sum = running_max + rows;
-  Tile<T> tile(p, scratch);
+  for (int r = 0; r < count; r++) {
+    running_max[first + r] = tile.running_max[state + r];
+    running_sum[first + r] = tile.running_sum[state + r];
+    if (running_sum[first + r] == 0.f) continue;
+    float *from = tile.acc + state + r * tile.acc_stride, *to = partial + (first + r) * p.head_dim_v;
+    for (int64_t c = 0; EVEN_ODD<T> && c < p.head_dim_v; c += STEP) {
+      Vec a = load(from + c), b = load(from + c + W);
+      interleave(a, b);
+      store(from + c, a);
+      store(from + c + W, b);
+    }
+    memcpy(to, from, p.head_dim_v * sizeof(float));
+  }
+}
+template <typename T>
+static void split_as(const DecodeProblem& p, const DecodeTask& task, float* partials, int64_t stride, float* scratch) {
+  const int64_t rows = decode_rows(p);
+  Tile<T> tile(p, task.heads, scratch);
   for (int64_t first = 0; first < rows; first += TILE_ROWS) {
     const int count = (int)smaller(TILE_ROWS, rows - first);
     start_tile(p, task, first, count, tile);
     run_tile(p, task, count, tile);
-    for (int r = 0; r < count; r++) {
-      running_max[first + r] = tile.running_max[r];
-      running_sum[first + r] = tile.running_sum[r];
-      if (tile.running_sum[r] == 0.f) continue;
-      float *from = tile.acc + r * tile.acc_stride, *to = partial + (first + r) * p.head_dim_v;
-      for (int64_t c = 0; EVEN_ODD<T> && c < p.head_dim_v; c += STEP) {
-        Vec a = load(from + c), b = load(from + c + W);
-        interleave(a, b);
-        store(from + c, a);
-        store(from + c + W, b);
-      }
-      memcpy(to, from, p.head_dim_v * sizeof(float));
-    }
+    for (int64_t head = 0; head < task.heads; head++) store_partial(p, tile, head, first, count, partials + head * stride);
   }
 }
-static void decode_split(const DecodeProblem& p, const DecodeTask& task, float* partial, void* scratch) {
-  if (p.dtype == DType::float32) split_as<float>(p, task, partial, (float*)scratch);
-  if (p.dtype == DType::bfloat16) split_as<bf16>(p, task, partial, (float*)scratch);
-  if (p.dtype == DType::float16) split_as<fp16>(p, task, partial, (float*)scratch);
+static void decode_split(const DecodeProblem& p, const DecodeTask& task, float* partials, int64_t stride, void* scratch) {
+  if (p.dtype == DType::float32) split_as<float>(p, task, partials, stride, (float*)scratch);
+  if (p.dtype == DType::bfloat16) split_as<bf16>(p, task, partials, stride, (float*)scratch);
+  if (p.dtype == DType::float16) split_as<fp16>(p, task, partials, stride, (float*)scratch);
 }
 
 // One row of the result from its `splits` partial results, `stride` floats apart.

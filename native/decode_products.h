@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "exp2.h"
+#include "integers.h"
 
 namespace attnworks::ATTNWORKS_ISA {
 
@@ -59,11 +60,6 @@ ATTNWORKS_INLINE Vec multiply_add(Vec a, Vec b, Vec sum) {
     return fma(a, b, sum);
 }
 
-ATTNWORKS_INLINE int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
-ATTNWORKS_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-ATTNWORKS_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-ATTNWORKS_INLINE int64_t clamp(int64_t x, int64_t least, int64_t most) { return smaller(larger(x, least), most); }
-
 // Rows to fetch into L2, a cache line at a time and in order, spread evenly over the arithmetic on the rows before them. The hardware's
 // prefetchers stop at every page and see too many streams.
 struct Ahead {
@@ -92,61 +88,72 @@ struct Ahead {
 // Lines to fetch while `bytes` bytes are consumed.
 constexpr int lines(int64_t bytes) { return bytes < 64 ? 1 : (int)(bytes / 64); }
 
-// scores[r][j] = factor * q[r] . keys[j] for R rows. Writes up to a multiple of SUMS / R keys.
+// Some rows of q of each head, row_stride and head_stride floats apart; `factor` goes onto their products.
+struct Queries {
+  const float* rows;
+  int64_t row_stride, head_stride, heads;
+  float factor;
+};
+
+// scores[head][r][j] = factor * q[head][r] . keys[j][head] for R rows, in rows of BLOCK_KEYS and BLOCK_ROWS rows a head; the heads of a key are
+// key_stride elements apart. Writes up to a multiple of SUMS / R keys.
 template <typename T, int R>
-static void score_block(const float* q, int64_t q_stride, const T* const* keys, int count, int64_t head_dim, float factor,
-                        float (*scores)[BLOCK_KEYS], Ahead ahead) {
+static void score_block(const Queries& q, const T* const* keys, int64_t key_stride, int count, int64_t head_dim, float* scores, Ahead ahead) {
   constexpr int KEYS = SUMS / R;
-  for (int j = 0; j < count; j += KEYS) {
-    Vec sums[SUMS / W][W];  // sum number r * KEYS + i belongs to row r and key j + i
+  for (int j = 0; j < count; j += KEYS)
+    for (int64_t head = 0; head < q.heads; head++) {
+      Vec sums[SUMS / W][W];  // sum number r * KEYS + i belongs to row r and key j + i
 #pragma GCC unroll 16
-    for (int n = 0; n < SUMS; n++) sums[n / W][n % W] = zero();
-    const auto accumulate = [&](const Vec (&key)[KEYS][VECS<T>], const float* query) __attribute__((always_inline)) {
+      for (int n = 0; n < SUMS; n++) sums[n / W][n % W] = zero();
+      const auto accumulate = [&](const Vec (&key)[KEYS][VECS<T>], const float* query) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++)
+        for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < VECS<T>; v++) {
-          const Vec x = load(query + r * q_stride + v * W);
+          for (int v = 0; v < VECS<T>; v++) {
+            const Vec x = load(query + r * q.row_stride + v * W);
 #pragma GCC unroll 16
-          for (int i = 0; i < KEYS; i++) {
-            Vec& sum = sums[(r * KEYS + i) / W][(r * KEYS + i) % W];
-            sum = multiply_add<T>(x, key[i][v], sum);
+            for (int i = 0; i < KEYS; i++) {
+              Vec& sum = sums[(r * KEYS + i) / W][(r * KEYS + i) % W];
+              sum = multiply_add<T>(x, key[i][v], sum);
+            }
           }
-        }
-    };
-    Vec key[KEYS][VECS<T>];
-    const float* query = q;
-    int64_t d = 0;
-    for (; d + STEP <= head_dim; d += STEP, query += VECS<T> * W) {
-      ahead.step<lines(KEYS * STEP * sizeof(T))>();
+      };
+      Vec key[KEYS][VECS<T>];
+      const float* query = q.rows + head * q.head_stride;
+      int64_t d = 0;
+      for (; d + STEP <= head_dim; d += STEP, query += VECS<T> * W) {
+        ahead.step<lines(KEYS * STEP * sizeof(T))>();
 #pragma GCC unroll 16
-      for (int i = 0; i < KEYS; i++) load_step(keys[j + i] + d, key[i]);
-      accumulate(key, query);
-    }
-    if (d < head_dim) {
+        for (int i = 0; i < KEYS; i++) load_step(keys[j + i] + head * key_stride + d, key[i]);
+        accumulate(key, query);
+      }
+      if (d < head_dim) {
 #pragma GCC unroll 16
-      for (int i = 0; i < KEYS; i++) load_step_n(keys[j + i] + d, (int)(head_dim - d), key[i]);
-      accumulate(key, query);
-    }
-    float totals[SUMS];
+        for (int i = 0; i < KEYS; i++) load_step_n(keys[j + i] + head * key_stride + d, (int)(head_dim - d), key[i]);
+        accumulate(key, query);
+      }
+      float totals[SUMS];
 #pragma GCC unroll 2
-    for (int n = 0; n < SUMS / W; n++) store(totals + n * W, mul(set1(factor), reduce_add_all(sums[n])));
+      for (int n = 0; n < SUMS / W; n++) store(totals + n * W, mul(set1(q.factor), reduce_add_all(sums[n])));
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) memcpy(&scores[r][j], totals + r * KEYS, KEYS * sizeof(float));
-  }
+      for (int r = 0; r < R; r++) memcpy(scores + (head * BLOCK_ROWS + r) * BLOCK_KEYS + j, totals + r * KEYS, KEYS * sizeof(float));
+    }
 }
-// The same for one row: key after key, in the order of memory, which the hardware's prefetchers follow best.
+// The same for one row of each head: all heads of a key, then the next key.
 template <typename T>
-static void score_row(const float* q, const T* const* keys, int count, int64_t head_dim, float factor, float* scores, Ahead ahead) {
-  for (int first = 0; first < count; first += W) {
+static void score_row(const Queries& q, const T* const* keys, int64_t key_stride, int count, int64_t head_dim, float* scores, Ahead ahead) {
+  const int items = count * (int)q.heads;
+  int j = 0, head = 0;
+  for (int first = 0; first < items; first += W) {
     Vec sums[W];
+    float* to[W];  // where each product belongs
 #pragma GCC unroll 1
     for (int i = 0; i < W; i++) {
-      const T* key = keys[first + i];
+      const T* key = keys[j] + head * key_stride;
       Vec x[2 * VECS<T>], parts[2 * VECS<T>];
 #pragma GCC unroll 4
       for (int v = 0; v < 2 * VECS<T>; v++) parts[v] = zero();
-      const float* query = q;
+      const float* query = q.rows + head * q.head_stride;
       int64_t d = 0;
       for (; d + 2 * STEP <= head_dim; d += 2 * STEP, query += 2 * VECS<T> * W) {
         ahead.step<lines(2 * STEP * sizeof(T))>();
@@ -163,8 +170,12 @@ static void score_row(const float* q, const T* const* keys, int count, int64_t h
       sums[i] = parts[0];
 #pragma GCC unroll 4
       for (int v = 1; v < 2 * VECS<T>; v++) sums[i] = add(sums[i], parts[v]);
+      to[i] = scores + head * BLOCK_ROWS * BLOCK_KEYS + j;
+      if (++head == q.heads) head = 0, j += j + 1 < count;  // past the end the last key is repeated
     }
-    store(scores + first, mul(set1(factor), reduce_add_all(sums)));
+    float totals[W];
+    store(totals, mul(set1(q.factor), reduce_add_all(sums)));
+    for (int i = 0; i < W && first + i < items; i++) *to[i] = totals[i];
   }
 }
 
@@ -199,10 +210,10 @@ static float softmax_block(float* scores, int count, int begin, int end, float& 
   return rescale;
 }
 
-// acc[r] += sum over j of probs[r][j] * values[j], for N Vecs of columns (the first `columns` <= N * W of them, N = 2 if fewer).
+// acc[r] += sum over j of probs[r][j] * values[j][head_offset ...], for N Vecs of columns (the first `columns` <= N * W of them, N = 2 if fewer).
 template <typename T, int R, int N>
-ATTNWORKS_INLINE void weigh_columns(const float* probs, const T* const* values, int count, int64_t column, int columns, float* acc,
-                                    int64_t acc_stride, Ahead& ahead) {
+ATTNWORKS_INLINE void weigh_columns(const float* probs, const T* const* values, int count, int64_t head_offset, int64_t column,
+                                    int columns, float* acc, int64_t acc_stride, Ahead& ahead) {
   constexpr int ROWS = PAIRS<T> ? 2 : 1, UNROLL = 4;  // rows of V in a product, products between two looks at the loop's end
   Vec sums[R][N];
 #pragma GCC unroll 8
@@ -213,9 +224,9 @@ ATTNWORKS_INLINE void weigh_columns(const float* probs, const T* const* values, 
     Vec value[N];
 #pragma GCC unroll 8
     for (int i = 0; i < N; i += 2) {
-      const T* row = values[j] + column + i * W;
+      const T* row = values[j] + head_offset + column + i * W;
       if constexpr (PAIRS<T>) {
-        const T* row1 = values[j + 1] + column + i * W;
+        const T* row1 = values[j + 1] + head_offset + column + i * W;
         if (columns == N * W)
           interleave_bf16(load_pairs(row), load_pairs(row1), value[i], value[i + 1]);
         else
@@ -248,15 +259,15 @@ ATTNWORKS_INLINE void weigh_columns(const float* probs, const T* const* values, 
 }
 // The same for all columns from `column` on: as many at once as registers allow, then fewer.
 template <typename T, int R, int N = SUMS / R>
-static void weigh_block(const float* probs, const T* const* values, int count, int64_t column, int64_t head_dim_v, float* acc,
-                        int64_t acc_stride, Ahead& ahead) {
+static void weigh_block(const float* probs, const T* const* values, int count, int64_t head_offset, int64_t column, int64_t head_dim_v,
+                        float* acc, int64_t acc_stride, Ahead& ahead) {
   for (; column + N * W <= head_dim_v; column += N * W)
-    weigh_columns<T, R, N>(probs, values, count, column, N * W, acc, acc_stride, ahead);
+    weigh_columns<T, R, N>(probs, values, count, head_offset, column, N * W, acc, acc_stride, ahead);
   if (column == head_dim_v) return;
   if constexpr (N > 2)
-    weigh_block<T, R, N / 2>(probs, values, count, column, head_dim_v, acc, acc_stride, ahead);
+    weigh_block<T, R, N / 2>(probs, values, count, head_offset, column, head_dim_v, acc, acc_stride, ahead);
   else
-    weigh_columns<T, R, N>(probs, values, count, column, (int)(head_dim_v - column), acc, acc_stride, ahead);
+    weigh_columns<T, R, N>(probs, values, count, head_offset, column, (int)(head_dim_v - column), acc, acc_stride, ahead);
 }
 
 }  // namespace attnworks::ATTNWORKS_ISA

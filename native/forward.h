@@ -29,20 +29,20 @@ struct ForwardLayout {
 template <typename T>
 static ForwardLayout forward_layout(const ForwardProblem& p) {
   ForwardLayout l;
-  l.tile_q = align_up(least(most(p.tile_q, 1), MAX_TILE_Q), BLOCK_Q<T>);
-  l.tile_kv = align_up(least(most(p.tile_kv, 1), MAX_TILE_KV), PANEL);
+  l.tile_q = round_up(smaller(larger(p.tile_q, 1), MAX_TILE_Q), BLOCK_Q<T>);
+  l.tile_kv = round_up(smaller(larger(p.tile_kv, 1), MAX_TILE_KV), PANEL);
   l.units = row_units<T>(p.head_dim);
-  l.acc_stride = align_up(p.head_dim_v, in_tiles<T> ? PANEL : W);
+  l.acc_stride = round_up(p.head_dim_v, in_tiles<T> ? PANEL : W);
   l.panel_stride = row_units<T>(l.tile_kv) * PANEL;
   int64_t at = 0;
   auto region = [&at](int64_t floats) {
     const int64_t begin = at;
-    at += align_up(floats, 16);
+    at += round_up(floats, 16);
     return begin;
   };
   l.q = region(l.tile_q * l.units + W);  // pack_q overruns by less than W
   l.k = region(l.tile_kv * l.units);
-  l.v = region(align_up(p.head_dim_v, PANEL) / PANEL * l.panel_stride);
+  l.v = region(round_up(p.head_dim_v, PANEL) / PANEL * l.panel_stride);
   l.acc = region(l.tile_q * l.acc_stride);
   l.scores = region(BLOCK_Q<T> * SCORES_ROW + W) + W;
   l.running_max = region(l.tile_q / BLOCK_Q<T> * ROW_STATE<T>);
@@ -55,15 +55,15 @@ static ForwardLayout forward_layout(const ForwardProblem& p) {
 struct VisibleKeys {
   Bounds bounds;
   int64_t shift, seq_kv;
-  int64_t begin(int64_t row) const { return most(0, row + shift - bounds.left); }
-  int64_t end(int64_t row) const { return least(seq_kv, row + shift + bounds.right + 1); }
+  int64_t begin(int64_t row) const { return larger(0, row + shift - bounds.left); }
+  int64_t end(int64_t row) const { return smaller(seq_kv, row + shift + bounds.right + 1); }
 };
 
 // Sets scores outside [visible_begin, visible_end) to -inf, in whole vectors that may overrun [begin, end) by less than one.
 ATTNWORKS_INLINE void mask_row(float* scores, int64_t begin, int64_t end, int64_t visible_begin, int64_t visible_end) {
   const Vec hidden = set1(-INFINITY);
-  for (int64_t at = most(visible_end, begin); at < end; at += W) store(scores + at, hidden);
-  for (int64_t at = least(visible_begin, end); at > begin; at -= W) store(scores + at - W, hidden);
+  for (int64_t at = larger(visible_end, begin); at < end; at += W) store(scores + at, hidden);
+  for (int64_t at = smaller(visible_begin, end); at > begin; at -= W) store(scores + at - W, hidden);
 }
 
 template <int N>
@@ -143,10 +143,10 @@ static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task
                                 int64_t row, int64_t tile, int64_t keys, int64_t packed_begin, float factor, float* scratch) {
   constexpr bool PAIRS = in_pairs<T>;
   constexpr int ROWS = BLOCK_Q<T>;
-  const int64_t last = least(row + ROWS, task.row_end) - 1;
-  const int64_t first_key = most(visible.begin(row) - tile, 0), end_key = least(visible.end(last) - tile, keys);
+  const int64_t last = smaller(row + ROWS, task.row_end) - 1;
+  const int64_t first_key = larger(visible.begin(row) - tile, 0), end_key = smaller(visible.end(last) - tile, keys);
   if (first_key >= end_key) return;
-  const int64_t begin = first_key / PANEL * PANEL, end = align_up(end_key, PANEL);
+  const int64_t begin = first_key / PANEL * PANEL, end = round_up(end_key, PANEL);
   const int64_t block = row - task.row_begin;
 
   float* scores = scratch + l.scores;
@@ -166,8 +166,8 @@ static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task
   for (int r = 0; r < ROWS; r++) {
     if (in_tiles<T> && !late) scale_row(scores + r * SCORES_ROW + begin, end - begin, factor);
     // Rows past the last are computed like the last and never stored.
-    const int64_t query = least(row + r, last);
-    const int64_t visible_begin = visible.begin(query) - tile, visible_end = least(visible.end(query) - tile, keys);
+    const int64_t query = smaller(row + r, last);
+    const int64_t visible_begin = visible.begin(query) - tile, visible_end = smaller(visible.end(query) - tile, keys);
     if (visible_begin > begin || visible_end < end) mask_row(scores + r * SCORES_ROW, begin, end, visible_begin, visible_end);
     tile_max[r] = late ? scaled_row_max(scores + r * SCORES_ROW, begin, end, factor) : row_max<NV>(scores + r * SCORES_ROW, begin, end);
   }
@@ -186,7 +186,7 @@ static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task
     if constexpr (in_tiles<T>) {
       tile_values(depth, scores + from, SCORES_ROW, v, acc + column, l.acc_stride);
     } else {
-      values<PAIRS, SCORES_ROW>(least(NV, (l.acc_stride - column) / W), depth, scores + from, v, PANEL, rescale, acc + column, l.acc_stride);
+      values<PAIRS, SCORES_ROW>(smaller(NV, (l.acc_stride - column) / W), depth, scores + from, v, PANEL, rescale, acc + column, l.acc_stride);
     }
   }
 }
@@ -211,7 +211,7 @@ static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float
   [[maybe_unused]] const TileState<in_tiles<T>> tile_state;
   const ForwardLayout l = forward_layout<T>(p);
   const VisibleKeys visible = {p.bounds, p.bounds.shift(task.seq_q, task.seq_kv), task.seq_kv};
-  const int64_t rows = task.row_end - task.row_begin, blocks = align_up(rows, BLOCK_Q<T>);
+  const int64_t rows = task.row_end - task.row_begin, blocks = round_up(rows, BLOCK_Q<T>);
   const float factor = p.scale * LOG2E;  // scores in base 2; q carries it, except in pairs, whose rounding it would double
   pack_q((const T*)task.q + task.row_begin * p.q.row, p.q.row, rows, p.head_dim, factor, scratch + l.q);
   memset(scratch + l.acc, 0, blocks * l.acc_stride * 4);
@@ -220,7 +220,7 @@ static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float
 
   const int64_t first = visible.begin(task.row_begin), end = visible.end(task.row_end - 1);
   for (int64_t tile = first / l.tile_kv * l.tile_kv; tile < end; tile += l.tile_kv) {
-    const int64_t keys = least(l.tile_kv, end - tile), packed_begin = most(first - tile, 0) / PANEL * PANEL;
+    const int64_t keys = smaller(l.tile_kv, end - tile), packed_begin = larger(first - tile, 0) / PANEL * PANEL;
     const int64_t key = tile + packed_begin;
     pack_k((const T*)task.k + key * p.k.row, p.k.row, keys - packed_begin, p.head_dim, scratch + l.k);
     pack_v((const T*)task.v + key * p.v.row, p.v.row, keys - packed_begin, p.head_dim_v, scratch + l.v, l.panel_stride);

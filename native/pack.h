@@ -2,6 +2,7 @@
 #pragma once
 #include <string.h>
 
+#include "integers.h"
 #include "tiles.h"
 
 namespace attnworks::ATTNWORKS_ISA {
@@ -18,14 +19,10 @@ constexpr bool in_tiles = HAS_TILES && in_pairs<T>;
 template <typename T>
 constexpr int BLOCK_Q = in_tiles<T> ? 32 : MR;  // query rows of a micro-block
 
-ATTNWORKS_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-ATTNWORKS_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-ATTNWORKS_INLINE int64_t align_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
-
 template <typename T>
 ATTNWORKS_INLINE int64_t row_units(int64_t dim) {
   const int64_t units = in_pairs<T> ? (dim + 1) / 2 : dim;
-  return in_tiles<T> ? align_up(units, 16) : units;
+  return in_tiles<T> ? round_up(units, 16) : units;
 }
 
 // Up to W units of a row of dim elements, from unit `at` on; past its end 0, and nothing is read there.
@@ -48,7 +45,7 @@ template <typename T>
 static void pack_q(const T* q, int64_t stride, int64_t rows, int64_t dim, float factor, float* packed) {
   const int64_t units = row_units<T>(dim);
   if constexpr (in_tiles<T>) {
-    for (int64_t row = 0; row < align_up(rows, BLOCK_Q<T>); row++)
+    for (int64_t row = 0; row < round_up(rows, BLOCK_Q<T>); row++)
       for (int64_t at = 0; at < units; at += W) store(packed + row * units + at, row < rows ? load_units(q + row * stride, at, dim) : zero());
     return;
   }
@@ -65,7 +62,7 @@ static void pack_q(const T* q, int64_t stride, int64_t rows, int64_t dim, float 
         }
         transpose(x[v]);
       }
-      for (int i = 0; i < least(W, units - at); i++, packed += MR)
+      for (int i = 0; i < smaller(W, units - at); i++, packed += MR)
 #pragma GCC unroll 8
         for (int v = 0; v < ROW_VECS; v++) store(packed + v * W, x[v][i]);
     }
@@ -76,7 +73,7 @@ static void pack_q(const T* q, int64_t stride, int64_t rows, int64_t dim, float 
 template <typename T>
 static void pack_k(const T* k, int64_t stride, int64_t keys, int64_t dim, float* packed) {
   const int64_t units = row_units<T>(dim);
-  for (int64_t key = 0; key < align_up(keys, PANEL); key += W) {
+  for (int64_t key = 0; key < round_up(keys, PANEL); key += W) {
     float* to = packed + key / PANEL * units * PANEL + key % PANEL;
     for (int64_t at = 0; at < units; at += W) {
       Vec x[W];
@@ -103,7 +100,7 @@ template <typename T>
 static void pack_v(const T* v, int64_t stride, int64_t keys, int64_t dim, float* packed, int64_t panel_stride) {
   if constexpr (in_pairs<T>) {
     static_assert(NV % 2 == 0);
-    for (int64_t key = 0; key < (in_tiles<T> ? align_up(keys, PANEL) : keys); key += 2)
+    for (int64_t key = 0; key < (in_tiles<T> ? round_up(keys, PANEL) : keys); key += 2)
       for (int64_t column = 0; column < dim; column += 2 * W) {
         const Vec row = key < keys ? load_units(v + key * stride, column / 2, dim) : zero();
         const Vec next = key + 1 < keys ? load_units(v + (key + 1) * stride, column / 2, dim) : zero();

@@ -129,42 +129,57 @@ DecodeTask decode_task(const DecodeProblem& p, const Operands& x, const int64_t*
   return task;
 }
 
+constexpr int64_t HEADS_BYTES = 256 << 10;  // of 32 keys of all KV heads of a task: a block of decode.h
+
 }  // namespace
+
+int64_t decode_heads(const DecodeProblem& p) {
+  // In a cache of rows (heads_kv, head_dim) the rows of one head are a page of memory apart. A task that went over one head alone would
+  // look up a page for every key and crowd into a few sets of the caches; over all heads of a key it reads memory from end to end.
+  const bool side_by_side = p.k.head == p.head_dim && p.v.head == p.head_dim_v && p.k.row >= p.heads_kv * p.head_dim;
+  if (!side_by_side) return 1;
+  const int64_t most = std::max<int64_t>(1, HEADS_BYTES / (32 * (p.head_dim + p.head_dim_v) * element_size(p.dtype)));
+  return ceil_div(p.heads_kv, ceil_div(p.heads_kv, most));  // equal parts
+}
 
 void run_decode(const Kernels& kernels, const DecodeProblem& p, const Operands& x, const int64_t* kv_lens, const int64_t* page_table,
                 int64_t page_table_stride, int threads) {
-  const int64_t sequences = p.batch * p.heads_kv;  // one per KV head
-  if (sequences == 0 || p.seq_q == 0 || p.heads_q == 0) return;
-  // A sequence without visible keys still is one task: its rows must be written.
-  std::vector<int64_t> first_task(p.batch + 1, 0);
+  const int64_t heads = decode_heads(p), parts = ceil_div(p.heads_kv, heads);
+  // A sequence without visible keys still is one task for each part: its rows must be written.
+  std::vector<int64_t> first_split(p.batch + 1, 0);
   double keys = 0;
   for (int64_t b = 0; b < p.batch; b++) {
     const int64_t splits = splits_of(p, kv_lens[b]).count();
-    first_task[b + 1] = first_task[b] + p.heads_kv * std::max<int64_t>(splits, 1);
+    first_split[b + 1] = first_split[b] + std::max<int64_t>(splits, 1);
     keys += (double)std::min(kv_lens[b], splits * p.split_kv);
   }
-  const int64_t tasks = first_task[p.batch];
-  const size_t stride = kernels.decode_partial(p), scratch = kernels.decode_scratch(p);
-  std::unique_ptr<float[]> partials(new float[tasks * stride]);
-  std::vector<std::atomic<int64_t>> done(sequences);
+  const int64_t splits_of_all = first_split[p.batch];
+  const size_t stride = kernels.decode_partial(p), scratch = kernels.decode_scratch(p, heads);
+  std::unique_ptr<float[]> partials(new float[splits_of_all * p.heads_kv * stride]);
+  std::vector<std::atomic<int64_t>> done(p.batch * parts);
   threads = worth_threads(keys * p.heads_q * p.seq_q * (p.head_dim + p.head_dim_v), threads);
 
-  for_each_task(tasks, threads, [&](int64_t task) {
-    const int64_t b = std::upper_bound(first_task.begin(), first_task.end(), task) - first_task.begin() - 1;
+  for_each_task(splits_of_all * parts, threads, [&](int64_t task) {
+    // The heads vary fastest: neighbouring tasks read neighbouring memory where a cache's rows are (heads_kv, head_dim).
+    const int64_t part = task % parts, row = task / parts;
+    const int64_t b = std::upper_bound(first_split.begin(), first_split.end(), row) - first_split.begin() - 1;
     const Splits splits = splits_of(p, kv_lens[b]);
-    const int64_t per_head = std::max<int64_t>(splits.count(), 1);
-    // The KV head varies fastest: in a cache of rows (heads_kv, head_dim) neighbouring tasks then read the same pages of memory, whose
-    // translations are still at hand. Each head by itself would look every page up again.
-    const int64_t head_kv = (task - first_task[b]) % p.heads_kv, split = (task - first_task[b]) / p.heads_kv;
-    const int64_t first_of_head = first_task[b] + head_kv * per_head;
-    DecodeTask t = decode_task(p, x, kv_lens, page_table, page_table_stride, b, head_kv);
+    const int64_t split = row - first_split[b], per_head = first_split[b + 1] - first_split[b];
+    DecodeTask t = decode_task(p, x, kv_lens, page_table, page_table_stride, b, part * heads);
+    t.heads = std::min(heads, p.heads_kv - part * heads);
+    // One head's partial results lie side by side, in the order of their keys.
+    float* first_partial = partials.get() + (first_split[b] * p.heads_kv + part * heads * per_head) * stride;
     if (splits.count() > 0) {
       t.key_begin = (splits.first + split) * p.split_kv;
       t.key_end = std::min(t.key_begin + p.split_kv, t.kv_len);
-      kernels.decode_split(p, t, partials.get() + (first_of_head + split) * stride, thread_scratch(scratch));
+      kernels.decode_split(p, t, first_partial + split * stride, per_head * stride, thread_scratch(scratch));
     }
-    // Whoever finishes the last split merges them all, in the order of their keys.
-    if (++done[b * p.heads_kv + head_kv] == per_head) kernels.decode_merge(p, t, partials.get() + first_of_head * stride, splits.count());
+    if (++done[b * parts + part] < per_head) return;
+    // Whoever finishes the last split merges them all.
+    for (int64_t head = 0; head < t.heads; head++) {
+      const DecodeTask one = decode_task(p, x, kv_lens, page_table, page_table_stride, b, part * heads + head);
+      kernels.decode_merge(p, one, first_partial + head * per_head * stride, splits.count());
+    }
   });
 }
 

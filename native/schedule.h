@@ -16,6 +16,9 @@ void run_forward(const Kernels&, const ForwardProblem&, const Operands&, int thr
 void run_forward_varlen(const Kernels&, const ForwardProblem&, const Operands&, const int64_t* cu_seqlens_q, const int64_t* cu_seqlens_kv,
                         int threads);
 
+// KV heads that one task of a decode goes over together.
+int64_t decode_heads(const DecodeProblem&);
+
 // page_table (batch rows, page_table_stride apart) is null for dense caches.
 void run_decode(const Kernels&, const DecodeProblem&, const Operands&, const int64_t* kv_lens, const int64_t* page_table,
                 int64_t page_table_stride, int threads);
