@@ -16,11 +16,11 @@ from attnworks import (
     Softcap,
     UnsupportedError,
     Window,
-    api,
     attention,
     attention_decode,
     attention_varlen,
     explain,
+    prepared,
 )
 from helpers import assert_close, causal, dense_oracle, or_skip, oracle, randn
 
@@ -211,11 +211,11 @@ def test_second_order_forward_mode_and_vmap():
 
 
 def test_a_prepared_call_is_used_again_only_for_the_same_question():
-    api._PREPARED.clear()
+    prepared.CALLS.clear()
     q, other = randn(1, 1, 4, 8), randn(1, 1, 5, 8)
     attention(q, q, q)
     attention(q + 1, q, q)
-    assert len(api._PREPARED) == 1
+    assert len(prepared.CALLS) == 1
     for change in (
         {"mask": Causal()},
         {"mask": Causal("top-left")},
@@ -225,19 +225,56 @@ def test_a_prepared_call_is_used_again_only_for_the_same_question():
         {"backend": "reference"},
         {"scores": (Softcap(3.0),)},
     ):
-        before = len(api._PREPARED)
+        before = len(prepared.CALLS)
         attention(q, q, q, **change)
-        assert len(api._PREPARED) == before + 1, change
+        assert len(prepared.CALLS) == before + 1, change
     attention(other, q, q)
     attention(q.transpose(2, 3).contiguous().transpose(2, 3)[:, :, :, :4], q[..., :4], q)
 
 
+def test_a_prepared_decode_reads_lengths_and_pages_anew():
+    prepared.CALLS.clear()
+    q, pages = randn(2, 1, 2, 8), randn(6, 4, 2, 8)
+    table = torch.tensor([[0, 1, 2], [3, 4, 5]])
+
+    def run(lens, table=table, **new):
+        return attention_decode(q, pages, pages, kv_lens=torch.tensor(lens), page_table=table, **new)
+
+    assert not torch.equal(run([3, 9]), run([12, 9]))
+    assert not torch.equal(run([3, 9]), run([3, 9], table.flip(1)))
+    assert len(prepared.CALLS) == 1
+    for wrong, message in (([13, 9], "kv_lens"), ([-1, 9], "kv_lens"), ([12, 9, 1], "kv_lens")):
+        with pytest.raises(ValueError, match=message):
+            run(wrong)
+    with pytest.raises(ValueError, match="page_table"):
+        run([12, 9], table + 1)
+    assert torch.equal(run([12, 3], torch.tensor([[0, 1, 2], [3, 99, -7]])), run([12, 3]))  # nobody follows those
+    with pytest.raises(ValueError, match="kv_lens"):
+        run([12, 9], k_new=randn(2, 1, 2, 8), v_new=randn(2, 1, 2, 8))
+    with pytest.raises(TypeError, match="k_scale"):
+        attention_decode(q, pages.to(torch.int8), pages.to(torch.int8), kv_lens=torch.tensor([1, 1]), page_table=table)
+
+
+def test_prepared_packed_sequences_read_their_offsets_anew():
+    prepared.CALLS.clear()
+    q = randn(7, 2, 8)
+
+    def run(*offsets):
+        return attention_varlen(q, q, q, cu_seqlens_q=torch.tensor(offsets), cu_seqlens_kv=torch.tensor(offsets))
+
+    assert not torch.equal(run(0, 3, 7), run(0, 4, 7))
+    assert len(prepared.CALLS) == 1
+    for wrong in ((0, 4, 8), (1, 4, 7), (0, 5, 4)):
+        with pytest.raises(ValueError, match="cu_seqlens_q"):
+            run(*wrong)
+
+
 def test_the_number_of_prepared_calls_is_bounded(monkeypatch):
-    monkeypatch.setattr(api, "_PREPARED_LIMIT", 8)
+    monkeypatch.setattr(prepared, "LIMIT", 8)
     for n in range(1, 30):
         q = randn(1, 1, n, 4)
         attention(q, q, q)
-        assert len(api._PREPARED) <= max(8, 1)
+        assert len(prepared.CALLS) <= max(8, 1)
 
 
 def test_prepared_calls_keep_no_tensor_and_no_user_function_alive():

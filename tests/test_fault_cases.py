@@ -17,11 +17,11 @@ from attnworks import (
     Sink,
     Softcap,
     Window,
-    api,
     attention,
     attention_decode,
     attention_varlen,
     merge,
+    prepared,
 )
 from helpers import assert_close, causal, dense_oracle, or_skip, oracle, randn
 
@@ -793,7 +793,7 @@ def test_values_as_a_view_of_the_keys(backend, page_size):
 def test_the_first_call_equals_the_second(backend):
     for seq in (1, 33, 200, 2100):
         q = randn(1, 1, seq, 24)
-        api._PREPARED.clear()
+        prepared.CALLS.clear()
         assert torch.equal(attention(q, q, q, backend=backend), attention(q, q, q, backend=backend))
 
 

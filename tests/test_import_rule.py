@@ -19,6 +19,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("backends",),
     ("dispatch",),
     ("ops",),
+    ("prepared",),
     ("api",),
     ("workbench", "integrations"),
 ]

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
-from attnworks import Causal, UnsupportedError, api, attention, attention_decode, attention_varlen
+from attnworks import Causal, UnsupportedError, attention, attention_decode, attention_varlen, prepared
 from attnworks.backends import cpu
 from helpers import assert_close, or_skip, randn
 
@@ -150,7 +150,7 @@ def test_torchs_default_device_does_not_lead_a_call_astray(backend):
     expected = run()
     with torch.device("meta"):
         assert same(run(), expected)
-        api._PREPARED.clear()
+        prepared.CALLS.clear()
         assert same(run(), expected)
 
 

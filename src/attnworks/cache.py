@@ -35,42 +35,51 @@ class Rotary:
     interleaved: bool = False
 
 
-def check_offsets(name: str, offsets: object, total: int, q: Tensor, *, values: bool) -> Tensor:
-    """cu_seqlens as a checked int64 copy (sequences + 1): starts at 0, never falls, ends at most at ``total``."""
-    offsets = _integers(name, offsets, q)
-    if offsets.dim() != 1 or offsets.numel() < 1:
-        raise ValueError(f"{name}: was of shape {tuple(offsets.shape)}, must be (sequences + 1,)")
-    if values:
-        if int(offsets[0]) != 0:
-            raise ValueError(f"{name}: began with {int(offsets[0])}, must begin with 0")
-        if bool((offsets[1:] < offsets[:-1]).any()):
-            raise ValueError(f"{name}: was {_short(offsets)}, must never fall")
-        if int(offsets[-1]) > total:
-            raise ValueError(f"{name}: ended with {int(offsets[-1])}, must end at most with the {total} packed rows")
-    return offsets
+def check_offsets(name: str, offsets: object, rows: Tensor, *, values: bool) -> tuple[Tensor, int | None]:
+    """cu_seqlens of packed ``rows`` as an int64 copy (sequences + 1,), and the longest sequence. With ``values`` it is
+    checked to start at 0, never to fall and to end at most at the number of rows; else the longest is not read off."""
+    checked = _check_integers(name, offsets, rows).to(torch.int64, copy=True).contiguous()
+    if checked.dim() != 1 or checked.numel() < 1:
+        raise ValueError(f"{name}: was of shape {tuple(checked.shape)}, must be (sequences + 1,)")
+    if not values:
+        return checked, None
+    first, last = int(checked[0]), int(checked[-1])
+    shortest, longest = (int(bound) for bound in checked.diff().aminmax()) if checked.numel() > 1 else (0, 0)
+    if first != 0:
+        raise ValueError(f"{name}: began with {first}, must begin with 0")
+    if shortest < 0:
+        raise ValueError(f"{name}: was {_short(checked)}, must never fall")
+    if last > rows.shape[0]:
+        raise ValueError(f"{name}: ended with {last}, must end at most with the {rows.shape[0]} packed rows")
+    return checked, longest
 
 
-def longest(offsets: Tensor) -> int:
-    """The longest sequence that cu_seqlens describe."""
-    return int((offsets[1:] - offsets[:-1]).max()) if offsets.numel() > 1 else 0
-
-
-def check_max_seqlen(name: str, given: object, offsets: Tensor, *, values: bool) -> int:
-    """The maximum to build for: the given one (checked to be no smaller than the truth), else the true one."""
+def check_max_seqlen(name: str, given: object, offsets: Tensor, longest: int | None) -> int:
+    """The maximum to build for: the given one, checked to be no smaller than ``longest`` if that is known; else the
+    true one."""
     if given is None:
-        return longest(offsets)
+        if longest is None:
+            longest = int(offsets.diff().max()) if offsets.numel() > 1 else 0
+        return longest
     if not isinstance(given, int) or isinstance(given, bool):
         raise TypeError(f"{name}: was {given!r}, must be None or an int")
-    if values and given < longest(offsets):
-        raise ValueError(f"{name}: was {given}, must be at least the longest sequence, {longest(offsets)}")
+    if longest is not None and given < longest:
+        raise ValueError(f"{name}: was {given}, must be at least the longest sequence, {longest}")
     return given
 
 
-def check_kv_lens(kv_lens: object, batch: int, capacity: int, new: int, q: Tensor, *, values: bool) -> Tensor:
-    """kv_lens as a checked int64 copy (batch,): 0 <= kv_lens and kv_lens + new <= capacity."""
-    lens = _integers("kv_lens", kv_lens, q)
-    check_shape("kv_lens", lens, "batch", batch=batch)
-    if values and batch:
+def check_lengths_and_table(kv_lens: object, page_table: Tensor | None, batch: int, q: Tensor) -> None:
+    """Shapes, dtypes and devices of kv_lens (batch,) and page_table (batch, pages_per_sequence)."""
+    check_shape("kv_lens", _check_integers("kv_lens", kv_lens, q), "batch", batch=batch)
+    if page_table is not None:
+        _check_integers("page_table", page_table, q)
+        check_shape("page_table", page_table, "batch pages_per_sequence", batch=batch)
+
+
+def read_kv_lens(kv_lens: Tensor, capacity: int, new: int, *, values: bool) -> Tensor:
+    """kv_lens as an int64 copy (batch,), with ``values`` checked: 0 <= kv_lens and kv_lens + new <= capacity."""
+    lens = kv_lens.detach().to(torch.int64, copy=True).contiguous()
+    if values and lens.numel():
         low, high = (int(bound) for bound in lens.aminmax())
         if low < 0 or high + new > capacity:
             raise ValueError(
@@ -80,22 +89,25 @@ def check_kv_lens(kv_lens: object, batch: int, capacity: int, new: int, q: Tenso
     return lens
 
 
-def check_page_table(table: object, totals: Tensor, pages: int, page_size: int, q: Tensor, *, values: bool) -> Tensor:
-    """page_table as a checked int64 copy (batch, pages_per_sequence): every used entry names a page that exists.
-
-    Entries past ceil(length / page_size) are unused and may hold anything.
-    """
-    table = _integers("page_table", table, q)
-    check_shape("page_table", table, "batch pages_per_sequence", batch=totals.numel())
-    if values:
-        used = torch.arange(table.shape[1], device=table.device)[None] * page_size < totals[:, None]
-        wrong = used & ((table < 0) | (table >= pages))
-        if bool(wrong.any()):
-            sequence, entry = (int(index) for index in wrong.nonzero()[0])
-            raise ValueError(
-                f"page_table: entry [{sequence}, {entry}] was {int(table[sequence, entry])}, must lie in 0..{pages - 1}"
-            )
+def read_page_table(page_table: Tensor, totals: Tensor, pages: int, page_size: int, *, values: bool) -> Tensor:
+    """page_table as an int64 copy (batch, pages_per_sequence), with ``values`` checked: every used entry names a page
+    that exists. Entries past ceil(length / page_size) are unused and may hold anything."""
+    table = page_table.detach().to(torch.int64, copy=True).contiguous()
+    if values and table.numel():
+        low, high = (int(bound) for bound in table.aminmax())
+        if low < 0 or high >= pages:  # perhaps only in entries that nobody uses
+            _check_used_entries(table, totals, pages, page_size)
     return table
+
+
+def _check_used_entries(table: Tensor, totals: Tensor, pages: int, page_size: int) -> None:
+    used = torch.arange(table.shape[1], device=table.device)[None] * page_size < totals[:, None]
+    wrong = used & ((table < 0) | (table >= pages))
+    if bool(wrong.any()):
+        sequence, entry = (int(index) for index in wrong.nonzero()[0])
+        raise ValueError(
+            f"page_table: entry [{sequence}, {entry}] was {int(table[sequence, entry])}, must lie in 0..{pages - 1}"
+        )
 
 
 def check_rotary(rotary: object, q: Tensor, totals: Tensor, *, values: bool) -> None:
@@ -148,10 +160,13 @@ def append(cache: Tensor, new: Tensor, positions: Tensor, page_table: Tensor | N
 # ---- the shapes and dtypes of a decode call ----
 
 
-def decode_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: object) -> tuple[Sizes, int]:
+def check_are_caches(k_cache: object, v_cache: object) -> None:
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             raise TypeError(f"{name}: was {type(tensor).__name__}, must be a (strided) torch.Tensor")
+
+
+def decode_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: object) -> tuple[Sizes, int]:
     check_shape("q", q, "batch seq_q heads_q head_dim")
     batch, seq_q, heads_q, head_dim = q.shape
     if page_table is None:
@@ -203,10 +218,10 @@ def check_cache_dtypes(
 
 def check_new_keys(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k_new: Tensor | None, v_new: Tensor | None, sizes: Sizes
-) -> int:
-    """How many keys are appended. New keys come in the caches' dtype and are not differentiated through."""
+) -> None:
+    """New keys come in the caches' dtype and are not differentiated through."""
     if k_new is None and v_new is None:
-        return 0
+        return
     for name, tensor, owner, dim in (
         ("k_new", k_new, k_cache, sizes.head_dim),
         ("v_new", v_new, v_cache, sizes.head_dim_v),
@@ -222,15 +237,14 @@ def check_new_keys(
     assert k_new is not None and v_new is not None
     if v_new.shape[1] != k_new.shape[1]:
         raise ValueError(f"v_new: had seq_new {v_new.shape[1]}, must have {k_new.shape[1]} like k_new")
-    return k_new.shape[1]
 
 
-def _integers(name: str, tensor: object, q: Tensor) -> Tensor:
+def _check_integers(name: str, tensor: object, q: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor) or tensor.dtype not in (torch.int32, torch.int64):
         was = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name}: was {was}, must be a torch.int32 or torch.int64 tensor")
     check_device(name, tensor, q)
-    return tensor.detach().to(torch.int64, copy=True).contiguous()
+    return tensor.detach()
 
 
 def _short(values: Tensor) -> str:

@@ -16,11 +16,6 @@ from typing import Any
 
 import torch
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -61,6 +56,12 @@ def load(name: str) -> Hardware:
     """The machine described in ``machines/<name>.toml``. Raises ``ValueError`` for an unknown name."""
     if name not in machines():
         raise ValueError(f"machine: was {name!r}, must be one of {machines()}")
+    # Here, since most programs never load a machine's file and all of them import this one.
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
     facts: dict[str, Any] = tomllib.loads((resources.files("attnworks") / "machines" / f"{name}.toml").read_text())
     facts["isas"] = tuple(facts.get("isas", ()))
     return Hardware(**facts)

@@ -11,7 +11,6 @@ from typing import Any
 
 from attnworks.hardware import Hardware
 from attnworks.problem import Problem
-from attnworks.traffic import modelled_seconds
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,8 @@ def best_plan(problem: Problem, candidates: Sequence[Plan], hardware: Hardware) 
     """The candidate with the least modelled time; the backend's own order decides between equals."""
     if len(candidates) == 1:  # also keeps the model's arithmetic out of a traced call, which only the reference runs
         return candidates[0]
+    from attnworks.traffic import modelled_seconds  # where it is needed: every program imports this file
+
     return min(
         candidates, key=lambda plan: modelled_seconds(problem, plan.schedule, plan.tile_q, plan.tile_kv, hardware)
     )

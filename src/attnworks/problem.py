@@ -261,6 +261,22 @@ def dense_sizes(q: Tensor, k: Tensor, v: Tensor, layout: str) -> Sizes:
     return sizes
 
 
+def varlen_sizes(
+    q: Tensor, k: Tensor, v: Tensor, offsets_q: Tensor, offsets_kv: Tensor, seq_q: int, seq_kv: int
+) -> Sizes:
+    """Sizes of packed q (total_q, heads_q, head_dim) and k, seq_q and seq_kv the longest; raises ``TypeError`` or
+    ``ValueError`` where tensors do not fit each other."""
+    check_tensors(q=q, k=k, v=v)
+    check_shape("v", v, "total_kv heads_kv head_dim_v", total_kv=k.shape[0], heads_kv=k.shape[1])
+    check_heads(q.shape[1], k.shape[1])
+    check_head_dims(q.shape[2], v.shape[2])
+    if offsets_kv.shape != offsets_q.shape:
+        raise ValueError(
+            f"cu_seqlens_kv: had {offsets_kv.numel()} entries, must have {offsets_q.numel()} like cu_seqlens_q"
+        )
+    return Sizes(offsets_q.numel() - 1, q.shape[1], k.shape[1], seq_q, seq_kv, q.shape[2], v.shape[2])
+
+
 def strides_of(tensor: Tensor, layout: str) -> Strides:
     """(batch, head, row) strides of a four-dimensional tensor in ``layout``."""
     first, second, third, _ = tensor.stride()

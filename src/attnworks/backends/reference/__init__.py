@@ -7,6 +7,8 @@ Schedules, each in a file of its own:
 - "standard": the baseline everybody compares with, S and P written out in the input dtype.
 - "kv_outer", "q_outer": the online softmax in the loop orders of FlashAttention-1 and FlashAttention-2, with the tiled
   backward that recomputes P from the saved LSE. ``docs/maths.md`` derives them.
+
+The schedules are imported once one is run: most programs never do, and all of them import this package.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import torch
 from torch import Tensor
 
 from attnworks.backends import Launcher
-from attnworks.backends.reference import eager, forms, standard, tiled
 from attnworks.errors import Verdict
 from attnworks.hardware import Hardware
 from attnworks.plan import Plan
@@ -26,8 +27,9 @@ from attnworks.problem import Operands, Problem
 
 NAME = "reference"
 
-WRITTEN_OUT = {"eager": eager.attention, "standard": standard.attention}
-SCHEDULES = (*WRITTEN_OUT, *tiled.LOOPS)
+WRITTEN_OUT = ("eager", "standard")
+TILED = ("kv_outer", "q_outer")
+SCHEDULES = (*WRITTEN_OUT, *TILED)
 
 
 def verdict(problem: Problem, hardware: Hardware) -> Verdict:
@@ -49,11 +51,11 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         size = getattr(plan, name)
         if plan.schedule in WRITTEN_OUT and size:
             raise ValueError(f"plan {name}: was {size}, must be 0 for schedule {plan.schedule!r}, which has no tiles")
-        if plan.schedule in tiled.LOOPS and not size:
+        if plan.schedule in TILED and not size:
             raise ValueError(f"plan {name}: was 0, must be >= 1 for schedule {plan.schedule!r}")
-    if plan.schedule in tiled.LOOPS and problem.differentiable and any(t.kind == "function" for t in problem.scores):
+    if plan.schedule in TILED and problem.differentiable and any(t.kind == "function" for t in problem.scores):
         raise ValueError(
-            f"plan schedule: was {plan.schedule!r}, must be one of {tuple(WRITTEN_OUT)} for a score function in a "
+            f"plan schedule: was {plan.schedule!r}, must be one of {WRITTEN_OUT} for a score function in a "
             "differentiable call: the tiled backward does not know its derivative"
         )
 
@@ -61,12 +63,16 @@ def check_plan(problem: Problem, plan: Plan) -> None:
 def resources(problem: Problem, plan: Plan) -> dict[str, int]:
     if plan.schedule in WRITTEN_OUT:
         return {}
+    from attnworks.backends.reference import tiled
+
     return {"tiles": tiled.tile_bytes(problem, plan.tile_q, plan.tile_kv)}
 
 
 def prepare(problem: Problem, plan: Plan) -> Launcher:
+    from attnworks.backends.reference import eager, forms, standard, tiled
+
     if plan.schedule in WRITTEN_OUT:
-        core: forms.Core = WRITTEN_OUT[plan.schedule]
+        core: forms.Core = eager.attention if plan.schedule == "eager" else standard.attention
     else:
         core = partial(tiled.attention, schedule=plan.schedule, tile_q=plan.tile_q, tile_kv=plan.tile_kv)
     form = forms.FORMS[problem.form]

@@ -1,0 +1,88 @@
+"""Prepared calls: launchers by the key of everything they depend on, so that a second call of a kind builds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from attnworks import dispatch, masks
+from attnworks.backends import Launcher
+from attnworks.plan import Plan
+from attnworks.problem import Problem
+
+# Emptied when full rather than evicted one by one: a program that meets this many distinct problems has no working set
+# worth an LRU's cost on every hit.
+CALLS: dict[Hashable, Launcher] = {}
+LIMIT = 4096
+
+
+def lookup(key: Hashable) -> Launcher | None:
+    """The launcher of an earlier call with an equal key."""
+    try:
+        return CALLS.get(key)
+    except TypeError:  # an argument that cannot be hashed is a wrong one: the checks that follow name it
+        return None
+
+
+def prepare(key: Hashable, problem: Problem, backend: str, plan: Plan | None) -> Launcher:
+    """Choose backend and plan, prepare the launcher, keep it for the key. Raises what ``dispatch.choose`` raises."""
+    chosen, best, verdicts = dispatch.choose(problem, backend, plan)
+    if backend == "auto" and plan is None:
+        dispatch.warn_if_quadratic(problem, chosen, verdicts)
+    launch = chosen.prepare(problem, best)
+    # A user's function would be kept alive, with all it captured, for a key that a fresh lambda never meets again.
+    if not _holds_functions(problem):
+        if len(CALLS) >= LIMIT:
+            CALLS.clear()
+        CALLS[key] = launch
+    return launch
+
+
+def _holds_functions(problem: Problem) -> bool:
+    return any(isinstance(term, masks.Predicate) for term in problem.mask) or any(
+        term.kind == "function" for term in problem.scores
+    )
+
+
+# ---- what a key is made of -------------------------------------------------------------------------------------------
+
+
+def signature(*tensors: Tensor | None) -> tuple[Hashable, ...] | None:
+    """What the checks of shapes, dtypes and devices look at; None if something is no tensor, which they will name."""
+    try:
+        return tuple(
+            None if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.layout) for t in tensors
+        )
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def last_contiguous(tensor: Tensor, name: str = "") -> Tensor:
+    """The tensor itself where its last dimension is contiguous, else a copy; a readable error for what is no tensor."""
+    if name and not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: was {type(tensor).__name__}, must be a torch.Tensor")
+    if tensor.layout != torch.strided or tensor.dim() == 0 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous() if tensor.shape[-1] != 1 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def differentiable(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...]) -> bool:
+    """Whether autograd, forward-mode AD or a functorch transform watches the call."""
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or any(operand.requires_grad for operand in operands)
+    ):
+        return True
+    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+def traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a torch-dispatch mode (fake tensors, FX) or a tensor subclass of that kind watches the call."""
+    plain = Tensor.__torch_dispatch__
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or type(q).__torch_dispatch__ is not plain
+        or type(k).__torch_dispatch__ is not plain
+        or type(v).__torch_dispatch__ is not plain
+    )
