@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -203,3 +204,19 @@ def test_numbers_carry_their_units() -> None:
     assert output.in_rate(2e12, "B/s") == "2 TB/s"
     assert output.in_rate(8_589_934_592, "FLOP") == "8.59 GFLOP"
     assert output.in_percent(0.815) == "82 %"
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_table_too_wide_for_the_terminal_comes_in_parts(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    wide = output.table("kernel", *(f"column {n}" for n in range(12)))
+    wide.add_row("one kernel", *(f"value {n}" for n in range(12)))
+    result = CliRunner().invoke(click.command()(lambda: output.print_table("title", wide)))
+    lines = result.stdout.splitlines()
+    assert all(len(line) <= width for line in lines)
+    for n in range(12):  # no cell is broken, and each stands under its header, beside its row's name
+        ((place, header),) = [(i, line) for i, line in enumerate(lines) if f"column {n} " in f"{line} "]
+        row = lines[place + 1]
+        assert row.startswith("one kernel")
+        end = header.index(f"column {n}") + len(f"column {n}")
+        assert row[:end].endswith(f"value {n}")

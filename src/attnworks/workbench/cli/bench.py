@@ -95,23 +95,15 @@ def _print(problem: Problem, result: Result, *, tell_refusals: bool) -> None:
         f"{problem.form}: batch {problem.batch}, heads {problem.heads_q}/{problem.heads_kv}, "
         f"{problem.seq_q} queries x {problem.seq_kv} keys, head_dim {problem.head_dim}, {p['dtype']}, mask {p['mask']}"
     )
-    columns = (
-        "kernel",
-        "median",
-        "P90",
-        "effective",
-        "of FMA peak",
-        "of read bandwidth",
-        "extra memory",
-        "modelled bytes",
-    )
+    columns = ("of FMA peak", "of reads", "effective", "extra memory", "modelled bytes")
     own = result.records[0] if result.records else None
-    versus = f"{label(own.provider)} is x times as fast (99 %)" if own else ""
-    made = table(*columns, versus)
+    made = table("kernel", "median", "P90", "ratio (99 %)" if own else "", *columns)
     for record in result.records:
-        made.add_row(*_row(record), "" if record is own or own is None else escape(str(own.ratio_to(record))))
+        ratio = "" if record is own or own is None else escape(str(own.ratio_to(record)))
+        made.add_row(*_row(record, ratio))
     print_table(title, made)
-    notes = [f"{label(record.provider)}: {record.form}" for record in result.records]
+    notes = [f"ratio: how many times as fast {label(own.provider)} is"] if own else []
+    notes += [f"{label(record.provider)}: {record.form}" for record in result.records]
     if tell_refusals:
         notes += [f"{label(name)}: not run, {reason}" for name, reason in result.refused.items()]
     print_notes(notes + (list(own.notes) if own else []))
@@ -120,14 +112,15 @@ def _print(problem: Problem, result: Result, *, tell_refusals: bool) -> None:
     console().print()
 
 
-def _row(record: Record) -> tuple[str, ...]:
+def _row(record: Record, ratio: str) -> tuple[str, ...]:
     return (
         label(record.provider),
         in_seconds(record.median),
         in_seconds(record.percentile_90),
-        in_rate(record.flops_per_second, "FLOP/s"),
+        ratio,
         in_percent(record.share_of_peak_flops),
         in_percent(record.share_of_read_bandwidth),
+        in_rate(record.flops_per_second, "FLOP/s"),
         in_bytes(record.peak_extra_bytes),
         in_bytes(record.modelled_bytes),
     )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -32,9 +32,36 @@ def print_json(value: Any) -> None:
 
 
 def print_table(title: str, made: Table) -> None:
+    """Print a table; one too wide for the terminal in parts below each other, each with the first column."""
     # Not rich's own title: that is wrapped to the table's width.
     console().print(title, style="bold", markup=False)
-    console().print(made)
+    for number, part in enumerate(_parts(made)):
+        if number:
+            console().print()
+        console().print(part)
+
+
+def _parts(made: Table) -> list[Table]:
+    screen = console()
+    first, *rest = made.columns
+    found, group = [], [first]
+    for column in rest:
+        wider = _of_columns([*group, column], made.show_header)
+        wanted = screen.measure(wider, options=screen.options.update(max_width=10**4)).maximum
+        if len(group) > 1 and wanted > screen.width:
+            found.append(_of_columns(group, made.show_header))
+            group = [first]
+        group.append(column)
+    return [*found, _of_columns(group, made.show_header)]
+
+
+def _of_columns(columns: list[Column], show_header: bool) -> Table:
+    part = Table(header_style="bold", box=None, pad_edge=False, show_header=show_header)
+    for column in columns:
+        part.add_column(column.header, justify=column.justify, overflow=column.overflow)
+    for row in zip(*(column.cells for column in columns), strict=True):
+        part.add_row(*row)
+    return part
 
 
 def print_notes(notes: list[str] | tuple[str, ...]) -> None:

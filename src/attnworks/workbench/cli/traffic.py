@@ -28,10 +28,10 @@ from attnworks.workbench.cli.problems import problem_from, problem_options
 
 DEFAULT_SEQ = 4096
 LABELS = {
-    "standard": "standard: S and P written out",
-    "kv_outer": "FlashAttention-1: KV outer",
-    "q_outer": "FlashAttention-2: Q outer",
-    "split_kv": "decode: heads of a group together",
+    "standard": "standard attention",
+    "kv_outer": "FA-1: KV outer",
+    "q_outer": "FA-2: Q outer",
+    "split_kv": "decode: split KV",
 }
 STATEMENT = "Tiling saves bytes, not FLOPs: without a mask every schedule does the same products."
 
@@ -104,18 +104,19 @@ def _print(problem: Problem, on: Hardware, bills: list[Traffic]) -> None:
         f"batch {p.batch}, heads {p.heads_q}/{p.heads_kv}, N {p.seq_q} x {p.seq_kv}, d {p.head_dim}/{p.head_dim_v}, "
         f"{p.to_json()['dtype']}, mask {p.to_json()['mask']}"
     )
-    columns = ("schedule", "tiles", "Q", "K, V", "out", "state", "S, P", "all", "bytes take", "FLOPs", "they take")
-    made = table(*columns, text_columns=2)
+    columns = ("tiles", "all bytes", "take", "FLOPs", "take", "Q", "K, V", "out", "state", "S, P")
+    made = table("schedule", *columns)
     for bill in bills:
         tiled = bill.schedule in ("kv_outer", "q_outer")
-        parts = (bill.q, bill.kv, bill.out, bill.state, bill.scores_and_probs, bill.total_bytes)
+        parts = (bill.q, bill.kv, bill.out, bill.state, bill.scores_and_probs)
         made.add_row(
             LABELS[bill.schedule],
             f"{bill.tile_q} x {bill.tile_kv}" if tiled else "",
-            *(in_bytes(part) if part else "0" for part in parts),
+            in_bytes(bill.total_bytes),
             in_seconds(bill.memory_seconds(on)),
             in_rate(bill.executed_flops, "FLOP"),
             in_seconds(bill.compute_seconds(on, p.dtype)),
+            *(in_bytes(part) if part else "0" for part in parts),
         )
     print_table(f"{shape}\non {on.name}", made)
     console().print()
