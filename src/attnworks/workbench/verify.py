@@ -1,9 +1,9 @@
 """verify(): is a kernel right? Three layers and the properties, on named cases, for every backend.
 
-1. hand: tiny cases whose answers are written out; 2. oracle: random and stress inputs against fp64; 3. fused: the
-   framework's
-own fused attention as a cross-check. Then the properties that need no reference. A case is skipped only by the
-backend's own verdict, and listed with its reasons.
+1. hand: tiny cases whose answers are written out; 2. oracle: random and stress inputs against fp64, on the named cases
+and on a sweep that covers all pairs of factors (``sweep.py``); 3. fused: the framework's own fused attention as a
+cross-check. Then the properties that need no reference. A case is skipped only by the backend's own verdict, and listed
+with its reasons.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from attnworks.workbench import catalogue, fused, hand, properties
+from attnworks.workbench import fused, hand, properties, schedule
 from attnworks.workbench.cases import Case
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.metrics import Measure, Standard, measure, standards
@@ -29,8 +30,7 @@ from attnworks.workbench.yardstick import flash_model
 
 Layer = Literal["hand", "oracle", "fused", "property"]
 Status = Literal["passed", "failed", "skipped"]
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, done, total)."""
+Progress = schedule.Progress
 
 
 @dataclass(frozen=True)
@@ -103,37 +103,31 @@ def verify(
     cases: Sequence[str | Case] = (),
     quick: bool = False,
     seed: int = 0,
+    budget: float | None = None,
     progress: Progress | None = None,
     subjects: Sequence[Subject] | None = None,
 ) -> list[Result]:
     """Verify subjects on cases; nothing is raised for what fails, it is in the results.
 
     ``backend``: "auto-all", or a name that subjects' names begin with ("cpu" takes "cpu" and "cpu, small tiles").
-    ``cases``: ``Case`` objects or patterns of ``catalogue.select``. ``quick``: the short list. ``seed``: of the random
-    inputs.
-    ``subjects``: what to verify instead of the backends. Raises ``ValueError`` for a backend or pattern that matches
-    nothing.
+    ``cases``: ``Case`` objects, names of cases of the sweep, or patterns of ``catalogue.select``. ``quick``: the short
+    list. ``seed``: of the random inputs and of the sweep's design. ``budget``: minutes, after which no further check is
+    begun; what finds most comes first, and where time is left, sweeps of further seeds follow. ``subjects``: what to
+    verify instead of the backends. Raises ``ValueError`` for a backend or pattern that matches nothing.
     """
     chosen_subjects = _subjects(backend, quick) if subjects is None else tuple(subjects)
-    given = tuple(case for case in cases if isinstance(case, Case))
-    patterns = tuple(case for case in cases if isinstance(case, str))
-    chosen = given if given and not patterns else (*given, *catalogue.select(patterns, quick=quick, seed=seed))
-    tried = tuple(case for case in chosen if case.name in properties.CASES)
-    total, results = len(chosen) + len(tried), []
+    jobs = schedule.jobs(chosen_subjects, cases, quick=quick, seed=seed)
+    further = schedule.further_sweeps(chosen_subjects, seed) if budget and not cases and not quick else ()
+    results: list[Result] = []
+    clock = schedule.Clock(budget, len(jobs), progress)
     with fresh_memory_poisoned():
-        for done, case in enumerate(chosen):
-            if progress:
-                progress(case.name, done, total)
-            answers = Answers(case)
-            for subject in chosen_subjects:
-                results += verify_case(subject, answers)
-        for done, case in enumerate(tried, len(chosen)):
-            if progress:
-                progress(f"properties of {case.name}", done, total)
-            for subject in chosen_subjects:
-                results += verify_properties(subject, case)
-    if progress:
-        progress("", total, total)
+        for job in chain(jobs, further):
+            if clock.over(str(job)):
+                break
+            answers = Answers(job.case)
+            for subject in job.subjects:
+                results += verify_properties(subject, job.case) if job.properties else verify_case(subject, answers)
+    clock.finish()
     return results
 
 
