@@ -39,12 +39,13 @@ class Subject(Protocol):
 class BackendSubject:
     """One backend of attnworks, through the public functions. ``change`` turns its preferred plan into the one to
     verify (None: whatever the backend picks by itself). ``only_fp32``: its 16-bit results are not meant to be
-    precise."""
+    precise. ``linear_memory``: it claims that its memory grows with the length, not with its square."""
 
     name: str
     backend: Backend
     change: Callable[[Plan], Plan | None] | None = None
     only_fp32: bool = False
+    linear_memory: bool = False
 
     def reasons(self, inputs: Inputs, differentiable: bool = False) -> tuple[str, ...]:
         problem = inputs.problem(differentiable=differentiable)
@@ -87,7 +88,7 @@ def backend_subjects(*, quick: bool = False) -> tuple[BackendSubject, ...]:
     """Every backend as it is, and under the plans that its own choice would not reach on this machine: the CPU backend
     with each other instruction set, with small tiles and with short splits; the reference's other schedules (they are
     slow, so not if ``quick``)."""
-    found = [BackendSubject(backend.NAME, backend) for backend in dispatch.BACKENDS]
+    found = [BackendSubject(backend.NAME, backend, linear_memory=backend is cpu) for backend in dispatch.BACKENDS]
     found += [BackendSubject(f"cpu, {isa}", cpu, _with(isa=isa)) for isa in cpu.isas()[1:]]
     if cpu.isas():
         found.append(BackendSubject("cpu, small tiles", cpu, _small_tiles))

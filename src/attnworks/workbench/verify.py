@@ -216,11 +216,17 @@ def _outside(inputs: Inputs, tensors: dict[str, Tensor]) -> str:
 def verify_properties(subject: Subject, case: Case) -> list[Result]:
     if subject.reasons(case.build()):
         return []
-    return [
-        _result(subject, case, "property", p.name, lambda p=p: ((), p.holds(subject, case)))  # type: ignore[misc]
-        for p in properties.PROPERTIES
-        if p.applies(case)
-    ]
+    results = []
+    for p in properties.PROPERTIES:
+        refused = subject.reasons(case.build(), differentiable=True) if p.gradients else ()
+        if not p.applies(case) or refused:
+            continue
+        if p.claim and not properties.claims(subject, p.claim):
+            why = f"{p.name}: it claims nothing of the kind"
+            results.append(Result(subject.name, case, "property", p.name, "skipped", message=why))
+        else:
+            results.append(_result(subject, case, "property", p.name, lambda p=p: ((), p.holds(subject, case))))  # type: ignore[misc]
+    return results
 
 
 def _result(
