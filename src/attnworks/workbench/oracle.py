@@ -183,7 +183,14 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     fine *= max(1.0, case.head_dim / 16)
     arithmetic = fine * (1 + scored.size + mean_size)
     shown = scored.scores > -torch.inf
-    p_errors = (p * (u + arithmetic) + least * shown, p * arithmetic)
+    u_probs, p_least = u, least * shown
+    if case.probs_dtype is not None:
+        # A kernel rounds exp(S - max), at most 1, and divides by the sum later: so does the smallest number of the
+        # format that P is rounded to.
+        u_probs = max(u, roundoff(case.probs_dtype))
+        one = torch.exp(scored.scores.amax(-1, keepdim=True).nan_to_num(neginf=0) - lse[..., None]).nan_to_num(posinf=0)
+        p_least = smallest(case.probs_dtype) * one * shown
+    p_errors = (p * (u_probs + arithmetic) + p_least, p * arithmetic)
     # P of a 16-bit kernel need only be as precise as its rounding lets it show (a 256th of it), and so its sum.
     lse_error = fine * (lse.abs().nan_to_num(posinf=0) + mean_size.squeeze(-1))
     lse_errors = (max(arithmetic_roundoff(case.dtype), u / 256) + lse_error, fine + lse_error)

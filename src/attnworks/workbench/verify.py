@@ -26,7 +26,7 @@ from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.metrics import Measure, Standard, measure, standards
 from attnworks.workbench.oracle import FORWARD, Expected
 from attnworks.workbench.subjects import Subject, backend_subjects
-from attnworks.workbench.yardstick import flash_model
+from attnworks.workbench.yardstick import eager, flash_model
 
 Layer = Literal["hand", "oracle", "fused", "property"]
 Status = Literal["passed", "failed", "skipped"]
@@ -81,7 +81,7 @@ class Answers:
     @cached_property
     def forward(self) -> dict[str, Standard]:
         inputs = self.case.build()
-        return standards(self.case, self._expected, flash_model(inputs))
+        return standards(self.case, self._expected, flash_model(inputs), eager(inputs))
 
     @cached_property
     def _expected(self) -> Expected:
@@ -90,7 +90,8 @@ class Answers:
     @cached_property
     def gradients(self) -> dict[str, Standard]:
         inputs = self.case.build()
-        return standards(self.case, hand.answer(inputs, gradients=True), flash_model(inputs, gradients=True))
+        expected = hand.answer(inputs, gradients=True)
+        return standards(self.case, expected, flash_model(inputs, True), eager(inputs, True))
 
     @cached_property
     def fused(self) -> fused.Fused | str:
