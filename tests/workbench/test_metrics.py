@@ -182,8 +182,8 @@ def test_budgets_use_the_roundoff_of_the_format(kind: str) -> None:
     case = BY_NAME[f"decode, {kind} cache, P in {kind}"]
     declared = Answers(case).forward["out"]
     ratio = float(declared.elementwise[1].median() / strict.elementwise[1].median())
-    # u of bf16 is 2^-8; what fp32 sums cause is the same for both.
-    assert 0.9 * FORMATS[kind] * 2**8 < ratio < 1.1 * FORMATS[kind] * 2**8
+    # u of bf16 is 2^-8. Fp32 sums add to both, the smallest numbers of the format to one of them.
+    assert 0.9 * FORMATS[kind] * 2**8 < ratio < 1.5 * FORMATS[kind] * 2**8
     assert 2.0**-9 < declared.yardstick < FORMATS[kind]
     # Wrong by more than the format explains is still wrong.
     (right,) = [flash_model(case.build())["out"]]

@@ -59,7 +59,8 @@ class Measure:
     """One tensor's errors against the reference. ``nan``, ``inf``: counts, with the reference's own beside them;
     ``yardstick``, ``eager``: the relative Frobenius errors of the flash model and of eager attention in the input dtype
     (Inf where it overflows), as good as can be and as bad as is common. ``worst``: the element with the largest error;
-    ``worst_row``: the row with the largest error beside its budget, ``row_error`` its relative Frobenius error."""
+    ``worst_row``: the row with the largest error beside its budget, ``row_error`` its relative Frobenius error.
+    ``numbers``: (wanted, got) themselves, of hand-computed cases."""
 
     tensor: str
     max_abs: float
@@ -76,6 +77,7 @@ class Measure:
     worst_row: str
     row_error: float
     checks: tuple[Check, ...]
+    numbers: tuple[list[Any], list[Any]] | None = None
 
     @property
     def passed(self) -> bool:
@@ -147,6 +149,7 @@ def measure(standard: Standard, got: list[Tensor]) -> Measure:
             relative = max(relative, float((e / w.abs()).nan_to_num(0, 0, 0).max()))
     error = _norm(errors)
     row, row_error = _worst_row(errors, standard)
+    by_hand = standard.case.generator == "hand"
     checks = [nonfinite, _check_elementwise(errors, standard.elementwise), _check_aggregate(errors, standard)]
     return Measure(
         tensor=name,
@@ -164,6 +167,7 @@ def measure(standard: Standard, got: list[Tensor]) -> Measure:
         worst_row=row,
         row_error=row_error,
         checks=(*checks, *(_plain_limits(errors, error, standard) if standard.case.unit_normal else ())),
+        numbers=tuple([x.tolist() for x in side] for side in (want, got)) if by_hand else None,  # type: ignore[arg-type]
     )
 
 

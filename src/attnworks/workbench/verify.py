@@ -116,9 +116,9 @@ def verify(
     begun; what finds most comes first, and where time is left, sweeps of further seeds follow. ``subjects``: what to
     verify instead of the backends. Raises ``ValueError`` for a backend or pattern that matches nothing.
     """
-    chosen_subjects = _subjects(backend, quick) if subjects is None else tuple(subjects)
-    jobs = schedule.jobs(chosen_subjects, cases, quick=quick, seed=seed)
-    further = schedule.further_sweeps(chosen_subjects, seed) if budget and not cases and not quick else ()
+    verified = chosen_subjects(backend, quick) if subjects is None else tuple(subjects)
+    jobs = schedule.jobs(verified, cases, quick=quick, seed=seed)
+    further = schedule.further_sweeps(verified, seed) if budget and not cases and not quick else ()
     results: list[Result] = []
     clock = schedule.Clock(budget, len(jobs), progress)
     with fresh_memory_poisoned():
@@ -132,7 +132,8 @@ def verify(
     return results
 
 
-def _subjects(backend: str, quick: bool) -> tuple[Subject, ...]:
+def chosen_subjects(backend: str, quick: bool) -> tuple[Subject, ...]:
+    """The backends to verify, as ``verify`` takes their name."""
     # A backend asked for by name comes with all its plans.
     found: tuple[Subject, ...] = backend_subjects(quick=quick and backend == "auto-all")
     if backend != "auto-all":
