@@ -155,7 +155,15 @@ def test_a_run_of_nothing_has_a_page() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0"), (1.234e-7, "1.2e-7"), (0.5, "0.5"), (float("inf"), "∞"), (float("nan"), "–"), (12345.0, "1.2e4")],
+    [
+        (0.0, "0"),
+        (1.234e-7, "1.2e-7"),
+        (0.5, "0.5"),
+        (float("inf"), "∞"),
+        (float("nan"), "–"),
+        (12345.0, "1.2e4"),
+        (4500.0, "4.5e3"),
+    ],
 )
 def test_numbers_read_well(value: float, text: str) -> None:
     assert report.number(value) == text

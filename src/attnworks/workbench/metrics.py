@@ -228,16 +228,22 @@ def _place(sequence: int, index: tuple[int, ...]) -> str:
 
 
 def _worst_row(errors: list[Tensor], standard: Standard) -> tuple[str, float]:
-    """Where the error of a row is largest beside its budget, and that row's relative Frobenius error."""
-    if standard.name in ("lse", "dbias", "dsink"):  # a row is a number, or there are none
-        return _place(*_argmax(errors)), 0.0
-    budgets = [b.nan_to_num(posinf=0) for b in standard.elementwise]
-    shares = [e.norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-300) for e, b in zip(errors, budgets, strict=True)]
+    """Where the error of a row is largest beside its budget, and that row's relative Frobenius error. A row of the LSE
+    and of gradients without rows is one number."""
+    single = standard.name in ("lse", "dbias", "dsink")
+    errors, budgets, want = (
+        [x[..., None] for x in tensors] if single else tensors
+        for tensors in (errors, standard.elementwise, standard.want)
+    )
+    shares = [
+        e.norm(dim=-1) / b.nan_to_num(posinf=0).norm(dim=-1).clamp_min(1e-300)
+        for e, b in zip(errors, budgets, strict=True)
+    ]
     sequence, index = _argmax(shares)
     if not index:
         return "nowhere", 0.0
-    want = standard.want[sequence][index].nan_to_num(0, 0, 0)
-    return _place(sequence, index), _ratio(float(errors[sequence][index].norm()), float(want.norm()))
+    row = want[sequence][index].nan_to_num(0, 0, 0)
+    return _place(sequence, index), _ratio(float(errors[sequence][index].norm()), float(row.norm()))
 
 
 def _check_nonfinite(got: list[Tensor], want: list[Tensor]) -> Check:

@@ -90,13 +90,16 @@ def number(value: float | None) -> str:
         return "–"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    if value == 0 or 1e-3 <= abs(value) < 1e4:
+    if value == 0 or 1e-3 <= abs(value) < 999.5:
         return f"{value:.3g}"
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 
 
 def percent(share: float) -> str:
+    """A share in percent, what is far beyond 1 as a multiple."""
+    if 10 < share < math.inf:
+        return f"{number(share)} times"
     return "∞" if math.isinf(share) else f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
 
 
@@ -123,12 +126,14 @@ def _subjects(results: Sequence[Result]) -> list[dict[str, Any]]:
     ]
 
 
-def _worst(results: Sequence[Result]) -> list[dict[str, Any]]:
-    rows = []
-    for row in summary.worst(results):
-        cells = {name: getattr(row, name) for name in ("subject", "dtype", "tensor", "case")}
-        rows.append(cells | {"m": row.measure, "check": row.check, "bar": min(100.0, 100 * row.check.share)})
-    return rows
+def _worst(results: Sequence[Result]) -> dict[str, list[dict[str, Any]]]:
+    """By subject, one row for each dtype and tensor."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(summary.worst(results), key=lambda row: row.dtype):
+        cells = {name: getattr(row, name) for name in ("dtype", "tensor", "case", "check")}
+        bar = min(100.0, 100 * row.check.share)
+        found.setdefault(row.subject, []).append(cells | {"m": row.measure, "bar": bar})
+    return found
 
 
 def _cases(results: Sequence[Result]) -> list[dict[str, Any]]:
@@ -190,10 +195,10 @@ def _plots(results: Sequence[Result]) -> list[dict[str, str]]:
     pairs = summary.measures(results)
     if not pairs:
         return []
-    by_dtype = _by_dtype(pairs)
-    compared = _figure("compared", partial(_compare, groups=by_dtype), rows=len(by_dtype))
+    kinds = _by_kind(pairs)
+    compared = _figure("compared", partial(_compare, groups=kinds), rows=2 * len(kinds))
     text = (
-        "Relative Frobenius error of every tensor, by dtype: the subject's beside that of the yardstick (a flash "
+        "Relative Frobenius error of every tensor in all cases: the subject's beside that of the yardstick (a flash "
         "kernel at the same precision) and of eager attention in the input dtype. Boxes are quartiles, whiskers P1 to "
         "P99, dots the largest."
     )
@@ -205,7 +210,7 @@ def _plots(results: Sequence[Result]) -> list[dict[str, str]]:
         if by == "subject" and len(groups) < 2:
             continue
         svg = _figure(by, partial(_shares, groups=_ordered(by, groups)), rows=len(groups))
-        text = "Error as a share of its tightest budget, which is the line at 1."
+        text = f"Error as a share of its tightest budget, which is the line at 1; below {LEAST_SHARE:g} all is alike."
         found.append({"title": f"By {by}", "svg": svg, "text": text})
     return found
 
@@ -215,15 +220,16 @@ def _ordered(by: str, groups: dict[str, list[float]]) -> dict[str, list[float]]:
     return {name: groups[name] for name in order if name in groups}
 
 
-def _by_dtype(pairs: Sequence[tuple[Result, Measure]]) -> dict[str, list[Measure]]:
+def _by_kind(pairs: Sequence[tuple[Result, Measure]]) -> dict[str, list[Measure]]:
+    """Measures by dtype and tensor."""
     groups: dict[str, list[Measure]] = {}
     for result, measure in pairs:
-        groups.setdefault(summary.dtype_of(result), []).append(measure)
+        groups.setdefault(f"{summary.dtype_of(result)} {measure.tensor}", []).append(measure)
     return dict(sorted(groups.items()))
 
 
 def _compare(axes: Axes, groups: dict[str, list[Measure]]) -> None:
-    """For each dtype three boxes: the subject's errors, the yardstick's, eager's."""
+    """For each group three boxes: the subject's errors, the yardstick's, eager's."""
     sources: tuple[tuple[str, str, Callable[[Measure], float]], ...] = (
         ("subject", _OURS, lambda m: m.frobenius),
         ("yardstick", _BEST, lambda m: m.yardstick),
@@ -234,7 +240,7 @@ def _compare(axes: Axes, groups: dict[str, list[Measure]]) -> None:
         _boxes(axes, values, [y + 0.27 * (place - 1) for y in range(len(groups))], colour, width=0.2)
         axes.plot([], [], color=colour, linewidth=6, label=label)
     _finish(axes, list(groups), "relative Frobenius error")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1 + 0.6 / (len(groups) + 0.5)), ncols=3, frameon=False,
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1 + 0.5 / len(groups)), ncols=3, frameon=False,
                 fontsize=9, labelcolor=_TEXT)  # fmt: skip
 
 
@@ -274,7 +280,7 @@ def _figure(name: str, draw: Callable[[Axes], None], rows: int) -> str:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "attnworks", "font.size": 10}):
-        figure = Figure(figsize=(7.2, 1.2 + 0.34 * rows + (0.3 * rows if rows < 4 else 0)), layout="constrained")
+        figure = Figure(figsize=(8.5, 1.1 + 0.34 * rows), layout="constrained")
         draw(figure.subplots())
         stream = io.StringIO()
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
