@@ -149,6 +149,11 @@ class Kernel:
         _check_out(inputs, out, result)
         return out, lse if return_lse else None
 
+    def about(self) -> dict[str, Any]:
+        """What was inferred, for reports."""
+        c = self.convention
+        return {"convention": c.name, "layout": c.layout, "causal": c.causal, "parameters": list(self.parameters)}
+
     def _call(self, inputs: Inputs) -> Call:
         call = Call(self.parameters)
         self.convention.adapter(inputs, call)

@@ -102,6 +102,8 @@ class Abilities:
         found += [f"score modifier {kind}" for kind in sorted(score_kinds(inputs)) if kind not in modifiers]
         if differentiable and not self.gradients:
             found.append("gradients")
+        if differentiable and case.lse_cotangent and not self.lse_gradients:
+            found.append("gradients through the LSE")
         return tuple(found)
 
 
