@@ -19,6 +19,7 @@ from attnworks.backends.reference import definitions
 from attnworks.masks import Bounds, DenseMask, MaskSpec
 from attnworks.scores import ALiBi, Bias, Sink, Softcap
 from attnworks.workbench.inputs import Inputs
+from attnworks.workbench.subjects import mask_kinds, score_kinds
 
 Parameters = Mapping[str, bool]
 """A function's parameters by name: whether each must be given."""
@@ -83,6 +84,11 @@ def _spec(inputs: Inputs) -> tuple[MaskSpec, tuple[Tensor, ...]]:
     return masks.split(inputs.kwargs()["mask"])
 
 
+def modifiers_of(inputs: Inputs) -> list[str]:
+    """The masks and score modifiers of a case in words."""
+    return [f"{kind} mask" for kind in sorted(mask_kinds(inputs))] + sorted(score_kinds(inputs))
+
+
 def _is_square(inputs: Inputs) -> bool:
     """As many queries as keys, where all alignments agree."""
     return all(seq_q == seq_kv for seq_q, seq_kv in inputs.case.sequences)
@@ -96,9 +102,9 @@ def sdpa(inputs: Inputs, call: Call) -> None:
     case = inputs.case
     _dense(inputs, call, "bhsd")
     spec, operands = _spec(inputs)
-    others = [s for s in inputs.scores if not isinstance(s, Bias | ALiBi)]
+    others = score_kinds(inputs) - {"bias", "alibi"}
     if others:
-        call.lacks(f"the convention has no {scores.describe(scores.split(tuple(others))[0])}")
+        call.lacks(f"the convention has no {', '.join(sorted(others))}")
     if case.heads_q != case.heads_kv and call.has("enable_gqa"):
         call.kwargs["enable_gqa"] = True
     causal = len(spec) == 1 and isinstance(spec[0], Bounds) and (spec[0].left, spec[0].right) == (None, 0)
@@ -106,8 +112,8 @@ def sdpa(inputs: Inputs, call: Call) -> None:
     if from_top and not inputs.scores and call.has(*CAUSAL_NAMES):
         call.give("causal", True, *CAUSAL_NAMES)
     elif (spec or inputs.scores) and not others:
-        what = f"mask {masks.describe(spec)}" if spec else scores.describe(scores.split(tuple(inputs.scores))[0])
         if not call.has("attn_mask"):
+            what = "causal from the bottom right" if causal and not from_top else ", ".join(modifiers_of(inputs))
             call.lacks(f"no parameter attn_mask: cannot be given {what}")
         else:
             call.kwargs["attn_mask"] = written_mask(inputs, spec, operands)
@@ -175,7 +181,7 @@ def flash_kvcache(inputs: Inputs, call: Call) -> None:
 def _flash_modifiers(inputs: Inputs, call: Call) -> None:
     spec, _ = _spec(inputs)
     if len(spec) > 1 or not all(isinstance(term, Bounds) for term in spec):
-        call.lacks(f"the convention has no mask {masks.describe(spec)}")
+        call.lacks(f"the convention has no such mask: {', '.join(modifiers_of(inputs))}")
     for term in spec:
         if not isinstance(term, Bounds):
             continue
@@ -186,7 +192,7 @@ def _flash_modifiers(inputs: Inputs, call: Call) -> None:
             call.give("causal", True, *CAUSAL_NAMES)
         if left is not None or right != 0 or not call.has(*CAUSAL_NAMES):
             ends = (-1 if left is None else left, -1 if right is None else right)
-            call.give(f"mask {masks.describe(spec)}", ends, "window_size")
+            call.give("a window", ends, "window_size")
     kinds = [type(score) for score in inputs.scores]
     if ALiBi in kinds and Softcap in kinds[kinds.index(ALiBi) :]:
         call.lacks("the convention applies softcap before ALiBi")
@@ -245,7 +251,7 @@ def flex(inputs: Inputs, call: Call) -> None:
         batch, heads = (case.batch, case.heads_q) if whole else (None, None)
         mask_mod = _mask_mod(spec, operands, case.seq_q, case.seq_kv)
         made = create_block_mask(mask_mod, batch, heads, case.seq_q, case.seq_kv, device=str(inputs.q.device))
-        call.give(f"mask {masks.describe(spec)}", made, "block_mask")
+        call.give("a mask", made, "block_mask")
     _common(inputs, call)
 
 

@@ -188,7 +188,7 @@ def load_subject(target: str, convention: str | None = None) -> Subject:
 
     Raises ``ValueError`` where nothing is found under the name or the convention is not clear.
     """
-    return as_subject(_resolve(target), convention, name=target)
+    return as_subject(_resolve(target), convention, name=target.rpartition(":")[2])
 
 
 def as_subject(found: Any, convention: str | None = None, name: str = "") -> Subject:

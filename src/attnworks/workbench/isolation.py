@@ -179,7 +179,8 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | {"PYTHONPATH": paths},
+                # Its threads wait asleep: spinning ones would take the cores from the oracle's.
+                env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": paths},
             )
         self.connection = Connection(here.detach())
         weakref.finalize(self, self.process.kill)
@@ -298,4 +299,4 @@ def _answer(
 
 def _raised(error: Exception) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1]
-    return f"raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+    return f"raised {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"

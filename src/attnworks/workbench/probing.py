@@ -42,7 +42,7 @@ class Prepared:
         abilities["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in abilities["dtypes"] or ()]
         isolated = isinstance(self.subject, Isolated)
         timeout = self.subject.timeout if isinstance(self.subject, Isolated) else None
-        kernel = {"target": self.subject.name, "isolated": isolated, "timeout": timeout, **self.about}
+        kernel = {"name": self.subject.name, "isolated": isolated, "timeout": timeout, **self.about}
         return kernel | {"abilities": abilities, "refused": self.refused}
 
     def close(self) -> None:
@@ -88,13 +88,14 @@ def probe(subject: Guarded) -> dict[str, str]:
     base = replace(base, dtype=working[0])
     gqa, unequal = declared.gqa, declared.unequal_dims
     if gqa:
-        gqa = not _refuses(subject, replace(base, heads_q=4), "fewer KV heads than query heads", refused)
+        gqa = not _refuses(subject, replace(base, heads_q=4), "grouped heads", refused)
     if unequal:
         narrow = replace(base, head_dim_v=base.head_dim // 2)
-        unequal = not _refuses(subject, narrow, "head_dim_v other than head_dim", refused)
-    out_grad, lse, lse_grad = _outputs(subject, base)
-    if declared.gradients and not out_grad:
-        refused["gradients"] = "its output does not require grad when its inputs do"
+        unequal = not _refuses(subject, narrow, "head_dim_v of its own", refused)
+    why_not, lse, lse_grad = _outputs(subject, base)
+    out_grad = not why_not
+    if declared.gradients and why_not:
+        refused["gradients"] = why_not
     if declared.lse and not lse:
         refused["LSE"] = "it returns none"
     subject.abilities = replace(
@@ -123,14 +124,14 @@ def _refuses(subject: Guarded, case: Case, what: str, refused: dict[str, str]) -
     return what in refused
 
 
-def _outputs(subject: Guarded, base: Case) -> tuple[bool, bool, bool]:
-    """Whether out requires grad, an LSE comes back, and it requires grad. A kernel that cannot be called with inputs
-    that require grad is taken to be one with gradients: what it raised is then a result."""
+def _outputs(subject: Guarded, base: Case) -> tuple[str, bool, bool]:
+    """Why no gradients can be asked for ("" if they can), whether an LSE comes back, and whether it requires grad."""
     inputs = base.build()
     inputs.differentiable()
     try:
         out, lse = subject(inputs)
-    except Exception:
+    except Exception as error:  # what it declines is no fault; anything else the run will show
         lse = subject(base.build())[1]
-        return True, lse is not None, True
-    return out.requires_grad, lse is not None, lse is not None and lse.requires_grad
+        return str(error) if isinstance(error, Declined) else "", lse is not None, True
+    why_not = "" if out.requires_grad else "its output does not require grad when its inputs do"
+    return why_not, lse is not None, lse is not None and lse.requires_grad

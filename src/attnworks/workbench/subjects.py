@@ -91,9 +91,9 @@ class Abilities:
         dims = {case.head_dim, case.head_dim_v} if self.head_dims is not None else set()
         found += [f"head dim {dim}" for dim in sorted(dims.difference(self.head_dims or ()))]
         if case.head_dim != case.head_dim_v and not self.unequal_dims:
-            found.append("head_dim_v other than head_dim")
+            found.append("head_dim_v of its own")
         if case.heads_q != case.heads_kv and not self.gqa:
-            found.append("fewer KV heads than query heads")
+            found.append("grouped heads")
         masks, modifiers = (
             MASKS if self.masks is None else self.masks,
             SCORES if self.scores is None else self.scores,

@@ -155,12 +155,13 @@ def _subjects(backend: str, quick: bool) -> tuple[Subject, ...]:
 @contextlib.contextmanager
 def fresh_memory_poisoned() -> Iterator[None]:
     """``torch.empty`` gives NaN inside: what a kernel forgets to write shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not torch.use_deterministic_algorithms: that imports the compiler, for seconds.
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 def verify_case(subject: Subject, answers: Answers) -> list[Result]:
@@ -212,11 +213,12 @@ def _gradients(subject: Subject, answers: Answers) -> tuple[tuple[Measure, ...],
         assert lse is not None, "reasons() refuses the others"
         results.append(lse)
         cotangents.append(inputs.scatter_lse(d_lse, lse))
-    grads = dict(
-        zip(
-            leaves, torch.autograd.grad(results, list(leaves.values()), cotangents, materialize_grads=True), strict=True
-        )
-    )
+    tensors = list(leaves.values())
+    if out.requires_grad:
+        found = torch.autograd.grad(results, tensors, cotangents, materialize_grads=True)
+    else:  # it says that its output depends on no input, which is right where there is no key
+        found = tuple(torch.zeros_like(x) for x in tensors)
+    grads = dict(zip(leaves, found, strict=True))
     # The values too: a call that requires grad may well take another path than one that does not.
     got = _gathered(subject, inputs, out.detach(), None if lse is None else lse.detach())
     for name, grad in grads.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 from rich.markup import escape
 
@@ -13,10 +12,11 @@ from attnworks.workbench.probing import Prepared
 from attnworks.workbench.verify import Result
 
 MOST_FAILURES = 20  # printed; all are in --json
+MOST_CHARACTERS = 200  # of what a kernel raised
 _SHORT = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def print_kernel(prepared: Prepared, results: Iterable[Result]) -> None:
+def print_kernel(prepared: Prepared, results: list[Result]) -> None:
     """What was found out about a kernel, and what of the cases it was therefore not given."""
     known, abilities = prepared.to_json(), prepared.subject.abilities
     listed = output.table("", "", text_columns=2)
@@ -34,15 +34,15 @@ def print_kernel(prepared: Prepared, results: Iterable[Result]) -> None:
         "gradients": abilities.gradients,
     }
     listed.add_row("can do", ", ".join(name for name, able in can.items() if able) or "none of what was tried")
-    for what, why in prepared.refused.items():
-        listed.add_row(f"not {_SHORT.get(what, what)}", escape(why))
+    for number, (what, why) in enumerate(prepared.refused.items()):
+        listed.add_row("" if number else "cannot do", escape(f"{_SHORT.get(what, what)}: {why[:MOST_CHARACTERS]}"))
     skipped = Counter(result.message for result in results if result.status == "skipped")
     for number, (reason, count) in enumerate(skipped.most_common()):
-        listed.add_row("" if number else "not checked", escape(f"{reason} ({count} checks)"))
+        listed.add_row("" if number else "not checked", escape(f"{count} checks: {reason}"))
     output.print_table("What is being verified", listed)
 
 
-def print_errors(results: Iterable[Result], wide: bool) -> None:
+def print_errors(results: list[Result], wide: bool) -> None:
     """For each subject the tightest case of each dtype and tensor."""
     rows = summary.worst(results)
     for subject in dict.fromkeys(row.subject for row in rows):
@@ -61,15 +61,18 @@ def print_errors(results: Iterable[Result], wide: bool) -> None:
         output.print_table(f"{subject}: errors beside their budgets", errors)
 
 
-def print_distribution(results: Iterable[Result]) -> None:
+def print_distribution(results: list[Result]) -> None:
     spreads = output.table("by", "tensors", "median", "P90", "P99", "max")
+    alone = len({result.subject for result in results}) == 1
     for s in summary.distribution(results):
+        if alone and s.by == "backend":  # which is all of them
+            continue
         shares = (f"{x:.3g}" for x in (s.median, s.p90, s.p99, s.largest))
         spreads.add_row(escape(f"{s.by}: {_SHORT.get(s.group, s.group)}"), str(s.count), *shares)
     output.print_table("Errors as shares of their budgets (1 would fail)", spreads)
 
 
-def print_skipped(results: Iterable[Result]) -> None:
+def print_skipped(results: list[Result]) -> None:
     """Why subjects were not asked, where they were several."""
     reasons = summary.skipped(results)
     if reasons:
@@ -79,8 +82,8 @@ def print_skipped(results: Iterable[Result]) -> None:
         output.print_table("Skipped, by the subject's own verdict", listed)
 
 
-def print_totals(results: Iterable[Result]) -> None:
-    totals = output.table("subject", "passed", "failed", "skipped", "hand", "oracle", "fused", "property")
+def print_totals(results: list[Result]) -> None:
+    totals = output.table("kernel", "passed", "failed", "skipped", "hand", "oracle", "fused", "property")
     for subject, by_status in summary.counts(results).items():
         layers = (str(by_status[f"{layer} passed"]) for layer in ("hand", "oracle", "fused", "property"))
         counts = (str(by_status[status]) for status in ("passed", "failed", "skipped"))
