@@ -19,11 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnworks.problem import Form
 from attnworks.workbench import adapters
 from attnworks.workbench.adapters import Adapter, Call, Parameters
+from attnworks.workbench.guards import Arena, leaves
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.subjects import Abilities, Declined, Finding, Outcome, Subject
 
@@ -141,10 +143,20 @@ class Kernel:
         call = self._call(inputs)
         adapters.ask_lse(call, return_lse)
         options = {name: value for name, value in options.items() if name in self.parameters}
+        # An output that the caller brings lies between guard bands too; autograd would not have it.
+        around = None
+        if call.has("out") and not leaves(inputs):
+            shape = (*call.tensors[0].shape[:-1], inputs.case.head_dim_v)
+            around = Arena.of(torch.full(shape, torch.nan, dtype=inputs.case.dtype))
+            options["out"] = around.slots[0].view(inputs.case.dtype).view(shape)
         try:
             result = self.function(*call.tensors, **call.kwargs, **options)
         except NotImplementedError as error:
             raise Declined(f"NotImplementedError: {_first_line(error)}") from error
+        if around is not None:
+            result = options["out"] if result is None else result
+            if overruns := around.overruns():
+                raise Finding("; ".join(f"{what} out" for _, what in overruns))
         out, lse = adapters.read(result, call)
         _check_out(inputs, out, result)
         return out, lse if return_lse else None
@@ -212,7 +224,8 @@ def as_subject(found: Any, convention: str | None = None, name: str = "") -> Sub
 
 
 def _is_subject(found: Any) -> bool:
-    return all(hasattr(found, part) for part in ("name", "reasons", "__call__")) and callable(found)
+    """A ``Subject`` or a class of them; a class's instances may get their names only when they are made."""
+    return callable(getattr(found, "reasons", None)) and (isinstance(found, type) or hasattr(found, "name"))
 
 
 def _made(own: Any) -> Subject:

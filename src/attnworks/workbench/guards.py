@@ -39,6 +39,12 @@ class Arena:
             for band in self._bands(slot):
                 band.copy_(_PATTERN[: band.numel()])
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Arena:
+        """A copy of one contiguous tensor between its bands."""
+        memory = [as_bytes(tensor)]
+        return cls(memory, torch.empty(cls.size([memory[0].numel()]), dtype=torch.uint8))
+
     @staticmethod
     def size(sizes: Sequence[int]) -> int:
         return sum(_padded(size) + 2 * BAND for size in sizes)

@@ -74,7 +74,9 @@ def _probed(subject: Guarded, about: dict[str, Any]) -> Prepared:
 def probe(subject: Guarded) -> dict[str, str]:
     """Narrow ``subject.abilities`` to what it did when tried. Returns what it did not do, with what happened."""
     refused: dict[str, str] = {}
-    base = next((_BASES[form] for form in FORMS if not subject.reasons(_BASES[form].build())), None)
+    dim = (subject.abilities.head_dims or (64,))[0]
+    bases = (replace(_BASES[form], head_dim=dim, head_dim_v=dim) for form in FORMS)
+    base = next((base for base in bases if not subject.reasons(base.build())), None)
     if base is None:
         return refused
     declared = abilities_of(subject)
@@ -112,9 +114,8 @@ def probe(subject: Guarded) -> dict[str, str]:
 
 
 def _refuses(subject: Guarded, case: Case, what: str, refused: dict[str, str]) -> bool:
-    if reasons := subject.reasons(case.build()):
-        refused[what] = "; ".join(reasons)
-        return True
+    if subject.reasons(case.build()):
+        return False  # declared, so there is nothing to try
     try:
         subject(case.build())
     except (Finding, Declined) as error:
