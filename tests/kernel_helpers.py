@@ -128,6 +128,8 @@ def faulty(query, key, value, attn_mask=None, is_causal=False, scale=0.1):
 
 
 def half_the_scale(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False):
-    """Wrong by a factor in the scale: what a test must fail on."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale / 2, enable_gqa)
+    """Its default scale is half of what it must be: what a test must fail on."""
+    scale = query.shape[-1] ** -0.5 / 2 if scale is None else scale
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
