@@ -26,7 +26,7 @@ def case_of(fault: str) -> Case:
 def isolated() -> Iterator[Isolated]:
     with Isolated(FAULTY, timeout=20) as subject:
         subject.abilities = replace(subject.abilities, lse=False, lse_gradients=False)
-        directory = Path(subject._directory.name)
+        directory = subject._directory
         assert directory.exists()
         yield subject
     assert not directory.exists()

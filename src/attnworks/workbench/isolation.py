@@ -54,7 +54,8 @@ class Isolated(Guarded):
         self.timeout, self.deaths, self.seen = timeout, 0, []
         self._target = target, convention
         place = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > ROOM else None
-        self._directory = tempfile.TemporaryDirectory(prefix="attnworks-", dir=place)
+        self._directory = Path(tempfile.mkdtemp(prefix="attnworks-", dir=place))
+        self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         self._files, self._numbers = itertools.count(), itertools.count()
         self._worker: _Worker | None = None
         try:
@@ -66,7 +67,7 @@ class Isolated(Guarded):
     def close(self) -> None:
         if self._worker is not None:
             self._worker.kill()
-        self._directory.cleanup()
+        self._remove()
 
     def __enter__(self) -> Isolated:
         return self
@@ -136,7 +137,7 @@ class Isolated(Guarded):
         return write(self._file(), memory)
 
     def _file(self) -> str:
-        return str(Path(self._directory.name) / str(next(self._files)))
+        return str(self._directory / str(next(self._files)))
 
     def _running(self) -> _Worker:
         if self._worker is None:
