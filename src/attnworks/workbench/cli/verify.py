@@ -60,7 +60,7 @@ def verify(
     if target is not None and ctx.get_parameter_source("backend") is click.core.ParameterSource.COMMANDLINE:
         raise click.UsageError("--backend names one of attnworks' own kernels: it cannot be given beside a TARGET")
     if list_only:
-        _list(cases, quick, as_json)
+        _list(cases, quick, wide, as_json)
     elif run_mutants:
         _mutants(seed, as_json)
     else:
@@ -80,16 +80,16 @@ def verify(
         sys.exit(1 if failed else 0)
 
 
-def _list(patterns: tuple[str, ...], quick: bool, as_json: bool) -> None:
+def _list(patterns: tuple[str, ...], quick: bool, wide: bool, as_json: bool) -> None:
     chosen = catalogue.select(patterns, quick=quick)
     if as_json:
         output.print_json(
             [{"name": c.name, "stresses": c.stresses, "form": c.form, "source": c.source} for c in chosen]
         )
         return
-    listed = output.table("case", "form", "stresses", "source", text_columns=4)
+    listed = output.table("case", "stresses", *(("form", "source") if wide else ()), text_columns=4)
     for case in chosen:
-        listed.add_row(case.name, case.form, case.stresses, case.source)
+        listed.add_row(case.name, case.stresses, *((case.form, case.source) if wide else ()))
     output.print_table(f"{len(chosen)} cases", listed)
 
 
