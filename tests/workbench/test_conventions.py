@@ -14,7 +14,7 @@ from attnworks.workbench.conventions import CONVENTIONS, as_subject, infer, load
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.mutants import Mutant
 from attnworks.workbench.probing import prepare, prepare_function
-from attnworks.workbench.subjects import Declined, Finding, Subject
+from attnworks.workbench.subjects import Declined, Finding, Raised, Subject
 from attnworks.workbench.verify import verify
 
 INFERRED = {
@@ -116,6 +116,22 @@ def test_what_is_missing_is_found_by_trying() -> None:
     assert by_case["size: 97", "forward"][0] == "passed" and by_case["size: 97", "fused"][0] == "passed"
     assert by_case["size: 97", "lse"] == ("skipped", "it returns no LSE")
     assert by_case["size: 97", "gradients"] == ("skipped", "gradients")
+
+
+def test_a_crash_when_tried_is_no_refusal() -> None:
+    def partly_dead(query: Any, key: Any, value: Any, attn_mask: Any = None) -> Any:
+        if query.dtype == torch.float16:
+            raise Finding("crashed with SIGABRT")  # as Isolated says it
+        if query.dtype == torch.bfloat16:
+            raise Raised("raised RuntimeError: no bf16")
+        return scaled_dot_product_attention(query, key, value, attn_mask, enable_gqa=True)
+
+    prepared = prepare_function(partly_dead)
+    assert prepared.refused == {"bfloat16": "raised RuntimeError: no bf16", "LSE": "it returns none"}
+    case = replace(catalogue.BY_NAME["size: 7"], gradients=False)
+    results = verify(subjects=[prepared.subject], cases=[replace(case, dtype=torch.float16), case])
+    forward = [(r.status, r.message) for r in results if r.check == "forward"]
+    assert forward == [("failed", "crashed with SIGABRT"), ("passed", "")]
 
 
 def test_declared_abilities_are_not_tried() -> None:

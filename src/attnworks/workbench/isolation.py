@@ -30,7 +30,7 @@ from torch import Tensor
 from attnworks.workbench.guards import Answer, Arena, Guarded, Runner, slots
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.packing import Packed, pack, unpack
-from attnworks.workbench.subjects import Abilities, Declined, Finding, Outcome, abilities_of
+from attnworks.workbench.subjects import Abilities, Declined, Finding, Outcome, Raised, abilities_of
 
 TIMEOUT = 60.0  # seconds for a call
 LOAD_TIMEOUT = 300.0  # for importing torch and the kernel on a busy machine
@@ -127,7 +127,7 @@ class Isolated(Guarded):
         if kind == "declined":
             raise Declined(found)
         if kind != "done":
-            raise Finding(found)
+            raise (Raised if kind == "raised" else Finding)(found)
         payload, (path, sizes) = found
         block = _mapped(path, Arena.size(sizes))
         Path(path).unlink()

@@ -1,14 +1,14 @@
 """Probing: what a kernel can do that its parameters do not tell, found by trying it on small ordinary inputs.
 
-A kernel that raises, crashes or hangs when tried with a dtype, with grouped heads or with head_dim_v other than
-head_dim, or that asks for no gradient, is held not to do that: it is listed with what happened. If it fails on
-everything, nothing is held against it and the failures show where they belong, in the results.
+A kernel that raises when tried with a dtype, with grouped heads or with head_dim_v other than head_dim, or whose output
+requires no grad, is taken not to do that: it is listed with what happened. A crash, a hang or a wrong shape is no
+refusal, and what raises on everything is broken: both are left for the results to show.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +16,7 @@ from attnworks.workbench.cases import Case
 from attnworks.workbench.conventions import Kernel, as_subject, load_subject
 from attnworks.workbench.guards import Guarded
 from attnworks.workbench.isolation import TIMEOUT, Isolated
-from attnworks.workbench.subjects import FORMS, Declined, Finding, abilities_of
+from attnworks.workbench.subjects import FORMS, Declined, Finding, Raised, abilities_of
 
 _ROWS = 64
 _BASES = {
@@ -82,18 +82,19 @@ def probe(subject: Guarded) -> dict[str, str]:
     declared = abilities_of(subject)
     dtypes = declared.dtypes or (torch.float32, torch.bfloat16, torch.float16)
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in dtypes}
-    working = [dtype for dtype in dtypes if not _refuses(subject, replace(base, dtype=dtype), names[dtype], refused)]
-    if not working:
+    tried = {dtype: _try(subject, replace(base, dtype=dtype), names[dtype], refused) for dtype in dtypes}
+    ran = [dtype for dtype, how in tried.items() if how == "ran"]
+    if not ran:
         refused.clear()
         subject.seen.clear()
         return refused
-    base = replace(base, dtype=working[0])
+    base = replace(base, dtype=ran[0])
     gqa, unequal = declared.gqa, declared.unequal_dims
     if gqa:
-        gqa = not _refuses(subject, replace(base, heads_q=4), "grouped heads", refused)
+        gqa = _try(subject, replace(base, heads_q=4), "grouped heads", refused) != "refused"
     if unequal:
         narrow = replace(base, head_dim_v=base.head_dim // 2)
-        unequal = not _refuses(subject, narrow, "head_dim_v of its own", refused)
+        unequal = _try(subject, narrow, "head_dim_v of its own", refused) != "refused"
     why_not, lse, lse_grad = _outputs(subject, base)
     out_grad = not why_not
     if declared.gradients and why_not:
@@ -102,7 +103,7 @@ def probe(subject: Guarded) -> dict[str, str]:
         refused["LSE"] = "it returns none"
     subject.abilities = replace(
         declared,
-        dtypes=tuple(working),
+        dtypes=tuple(dtype for dtype, how in tried.items() if how != "refused"),
         gqa=gqa,
         unequal_dims=unequal,
         lse=declared.lse and lse,
@@ -113,16 +114,18 @@ def probe(subject: Guarded) -> dict[str, str]:
     return refused
 
 
-def _refuses(subject: Guarded, case: Case, what: str, refused: dict[str, str]) -> bool:
+def _try(subject: Guarded, case: Case, what: str, refused: dict[str, str]) -> Literal["ran", "refused", "failed"]:
     if subject.reasons(case.build()):
-        return False  # declared, so there is nothing to try
+        return "failed"  # declared, so there is nothing to try
     try:
         subject(case.build())
-    except (Finding, Declined) as error:
+    except (Raised, Declined) as error:
         refused[what] = str(error)
-    except Exception as error:  # whatever a kernel raises
+    except Finding:
+        return "failed"
+    except Exception as error:  # whatever a kernel in this process raises
         refused[what] = f"raised {type(error).__name__}: {error}"
-    return what in refused
+    return "refused" if what in refused else "ran"
 
 
 def _outputs(subject: Guarded, base: Case) -> tuple[str, bool, bool]:

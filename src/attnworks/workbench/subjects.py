@@ -33,6 +33,10 @@ class Finding(Exception):
     """What a kernel did wrong in a call other than a wrong value, in words: a crash, a hang, a wrong shape."""
 
 
+class Raised(Finding):
+    """A kernel in another process raised an exception: its type, message and line."""
+
+
 class Declined(Exception):
     """A kernel said, when called, that it does not do the case: listed, not failed."""
 
