@@ -184,7 +184,7 @@ class _Worker:
                 env={"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": paths},
             )
         self.connection = Connection(here.detach())
-        weakref.finalize(self, self.process.kill)
+        weakref.finalize(self, _end, self.process)
         try:
             kind, about = self.ask(("load", target, convention), timeout)
         except Finding as error:
@@ -206,8 +206,7 @@ class _Worker:
         return reply
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        _end(self.process)
         self.connection.close()
 
     def _hung(self, timeout: float) -> str:
@@ -235,6 +234,11 @@ class _Worker:
 
     def _tail(self) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-5:])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 # ---- the process -----------------------------------------------------------------------------------------------------
