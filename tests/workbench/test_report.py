@@ -14,7 +14,7 @@ pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
 from attnworks.workbench import report, summary
-from attnworks.workbench.cli import verdict
+from attnworks.workbench.cli import verdicts
 from attnworks.workbench.cli.verify import verify as command
 from attnworks.workbench.hand import HAND
 from attnworks.workbench.mutants import Mutant
@@ -175,19 +175,23 @@ def test_the_command_writes_it_and_lists_coverage(tmp_path: Path) -> None:
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
     assert parsed(path.read_text(encoding="utf-8")).ids
-    assert "Sweep: pairs of levels covered" in result.output and "all passed" in result.output
+    assert "Covered by the sweep" in result.output and "all passed" in result.output
 
 
 def test_the_terminal_reads_well_at_80_columns(
     wrong: tuple[list[Result], str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    verdict.show(wrong[0], summary.coverage([Mutant()], wrong[0]))
+    verdicts.print_errors(wrong[0], wide=False)
+    verdicts.print_distribution(wrong[0])
+    verdicts.print_coverage(summary.coverage([Mutant()], wrong[0]))
+    verdicts.print_totals(wrong[0])
+    verdicts.print_failures([])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     # No table is squeezed: each row of errors is one line.
     assert any(re.match(r"fp32 +out +\S+ +\S+ +\d+ % +\S+ +\S+ +\S+$", line) for line in lines)
-    assert re.match(r"\d+ of \d+ checks failed", lines[-1])
+    assert lines[-1] == "all passed"
 
 
 def test_plots_and_templates_load_only_for_a_report() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from attnworks.masks import Causal
 from attnworks.workbench import exact, memory, relations
 from attnworks.workbench.cases import BooleanRule, Case
-from attnworks.workbench.subjects import Subject
+from attnworks.workbench.subjects import Subject, abilities_of
 
 LONG = 4096  # keys; what needs the oracle's answer takes seconds from here on
 MEMORY_LENGTHS = (2048, 4096)
@@ -47,12 +47,19 @@ class Property:
     gradients: bool = False
 
 
+# What a subject may leave undeclared (``Abilities``), and what is then said instead of asking for the property.
+UNDECLARED = {
+    "batch_invariant": "batch invariance is not declared",
+    "thread_invariant": "thread invariance is not declared",
+    "deterministic": "deterministic gradients are not declared",
+    "linear_memory": "memory linear in the length is not declared",
+    "lse": "it returns no LSE",
+}
+
+
 def claims(subject: Subject, claim: str) -> bool:
-    """Whether a subject claims it: an attribute of that name, its own or of its ``abilities``. A subject that has
-    neither claims all that the contract of attnworks promises, which memory linear in the length is not."""
-    abilities = getattr(subject, "abilities", None)
-    default = abilities is None and claim != "linear_memory"
-    return bool(getattr(subject, claim, getattr(abilities, claim, default)))
+    """Whether a subject claims one of ``UNDECLARED``, by an attribute of its own or of its abilities."""
+    return bool(getattr(subject, claim, getattr(abilities_of(subject), claim)))
 
 
 def _tensors_per_batch(case: Case) -> bool:
@@ -93,6 +100,7 @@ PROPERTIES = (
         "merges",
         relations.merges,
         lambda case: case.form == "dense" and not case.mask and not case.scores and case.seq_kv > 2,
+        claim="lse",
     ),
     Property(
         "gradients repeatable",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from attnworks.workbench import catalogue, properties, sweep
 from attnworks.workbench.cases import Case
-from attnworks.workbench.subjects import Subject
+from attnworks.workbench.subjects import Subject, abilities_of
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total): jobs, or seconds where a budget is what ends the run."""
@@ -39,6 +39,8 @@ def jobs(subjects: Sequence[Subject], cases: Sequence[str | Case], *, quick: boo
     chosen = [*named, *(sweep.case_of(sweep.row_of(name), seed) for name in rows)]
     if patterns or not cases:
         chosen += catalogue.select(patterns, quick=quick, seed=seed)
+    if not any(abilities_of(subject).lse_gradients for subject in subjects):
+        chosen = [replace(case, lse_cotangent=False) for case in chosen]  # their other gradients can be checked
     if not cases and not quick:
         urgent = {case.name for case in catalogue.select(quick=True)}
         chosen.sort(key=lambda case: case.name not in urgent)  # stable: otherwise in the catalogue's order

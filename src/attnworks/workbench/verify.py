@@ -24,13 +24,15 @@ from attnworks.workbench import fused, hand, properties, schedule
 from attnworks.workbench.cases import Case
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.metrics import Measure, Standard, measure, standards
-from attnworks.workbench.oracle import FORWARD, Expected
-from attnworks.workbench.subjects import Subject, backend_subjects
+from attnworks.workbench.oracle import Expected
+from attnworks.workbench.subjects import Declined, Finding, Subject, abilities_of, backend_subjects
 from attnworks.workbench.yardstick import eager, flash_model
 
 Layer = Literal["hand", "oracle", "fused", "property"]
 Status = Literal["passed", "failed", "skipped"]
 Progress = schedule.Progress
+
+NO_LSE = properties.UNDECLARED["lse"]
 
 
 @dataclass(frozen=True)
@@ -154,12 +156,13 @@ def chosen_subjects(backend: str, quick: bool) -> tuple[Subject, ...]:
 @contextlib.contextmanager
 def fresh_memory_poisoned() -> Iterator[None]:
     """``torch.empty`` gives NaN inside: what a kernel forgets to write shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not torch.use_deterministic_algorithms: that imports the compiler, for seconds.
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 def verify_case(subject: Subject, answers: Answers) -> list[Result]:
@@ -174,11 +177,12 @@ def verify_case(subject: Subject, answers: Answers) -> list[Result]:
     def forward() -> tuple[tuple[Measure, ...], str]:
         inputs = case.build()
         out, lse = subject(inputs)
-        assert lse is not None
-        got.update(out=inputs.gather(out), lse=inputs.gather_lse(lse))
-        return tuple(measure(answers.forward[n], got[n]) for n in FORWARD), _outside(inputs, {"out": out})
+        got.update(_gathered(subject, inputs, out, lse))
+        return tuple(measure(answers.forward[n], got[n]) for n in got), _outside(inputs, {"out": out})
 
     results = [_result(subject, case, layer, "forward", forward)]
+    if got and "lse" not in got:
+        results.append(Result(subject.name, case, layer, "lse", "skipped", message=NO_LSE))
     if got and isinstance(answers.fused, fused.Fused):
         cross = answers.fused
         results.append(_result(subject, case, "fused", "fused", lambda: ((), cross.compare(got))))
@@ -191,26 +195,36 @@ def verify_case(subject: Subject, answers: Answers) -> list[Result]:
     return results
 
 
+def _gathered(subject: Subject, inputs: Inputs, out: Tensor, lse: Tensor | None) -> dict[str, list[Tensor]]:
+    """out and lse by sequence; only out of a subject that is known to return no LSE."""
+    if lse is None:
+        if abilities_of(subject).lse:
+            raise Finding("returned no lse where one was asked for")
+        return {"out": inputs.gather(out)}
+    return {"out": inputs.gather(out), "lse": inputs.gather_lse(lse)}
+
+
 def _gradients(subject: Subject, answers: Answers) -> tuple[tuple[Measure, ...], str]:
     inputs = answers.case.build()
     leaves = inputs.differentiable()
     out, lse = subject(inputs)
-    assert lse is not None
     results, cotangents = [out], [inputs.scatter([part.d_out for part in inputs.values], out)]
     d_lse = [part.d_lse for part in inputs.values if part.d_lse is not None]
     if answers.case.lse_cotangent:
+        assert lse is not None, "reasons() refuses the others"
         results.append(lse)
         cotangents.append(inputs.scatter_lse(d_lse, lse))
-    grads = dict(
-        zip(
-            leaves, torch.autograd.grad(results, list(leaves.values()), cotangents, materialize_grads=True), strict=True
-        )
-    )
+    tensors = list(leaves.values())
+    if out.requires_grad:
+        found = torch.autograd.grad(results, tensors, cotangents, materialize_grads=True)
+    else:  # it says that its output depends on no input, which is right where there is no key
+        found = tuple(torch.zeros_like(x) for x in tensors)
+    grads = dict(zip(leaves, found, strict=True))
     # The values too: a call that requires grad may well take another path than one that does not.
-    got = {"out": inputs.gather(out.detach()), "lse": inputs.gather_lse(lse.detach())}
+    got = _gathered(subject, inputs, out.detach(), None if lse is None else lse.detach())
     for name, grad in grads.items():
         got[f"d{name}"] = [grad] if name in ("bias", "sink") else inputs.gather(grad, keys=name != "q")
-    measures = tuple(measure(standard, got[n]) for n, standard in answers.gradients.items())
+    measures = tuple(measure(standard, got[n]) for n, standard in answers.gradients.items() if n in got)
     outside = _outside(inputs, {f"d{name}": grad for name, grad in grads.items() if name in "qkv"})
     return measures, outside
 
@@ -227,12 +241,11 @@ def verify_properties(subject: Subject, case: Case) -> list[Result]:
         return []
     results = []
     for p in properties.PROPERTIES:
-        refused = subject.reasons(case.build(), differentiable=True) if p.gradients else ()
-        if not p.applies(case) or refused:
+        if not p.applies(case) or (p.gradients and subject.reasons(case.build(), differentiable=True)):
             continue
         if p.claim and not properties.claims(subject, p.claim):
-            why = f"{p.name}: it claims nothing of the kind"
-            results.append(Result(subject.name, case, "property", p.name, "skipped", message=why))
+            missing = properties.UNDECLARED[p.claim]
+            results.append(Result(subject.name, case, "property", p.name, "skipped", message=missing))
         else:
             results.append(_result(subject, case, "property", p.name, lambda p=p: ((), p.holds(subject, case))))  # type: ignore[misc]
     return results
@@ -243,14 +256,21 @@ def _result(
 ) -> Result:
     """Run one check; an exception of the subject is a failure, not the end of the run."""
     started = time.perf_counter()
+    seen: list[str] = getattr(subject, "seen", [])
+    seen.clear()
     try:
         measures, message = run()
+    except Declined as error:
+        return Result(subject.name, case, layer, check, "skipped", message=str(error))
+    except Finding as error:
+        measures, message = (), str(error)
     except Exception as error:  # whatever a kernel under test raises
         where = traceback.extract_tb(error.__traceback__)[-1]
         measures, message = (), f"raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+    message = "; ".join([*([message] if message else []), *dict.fromkeys(seen)])
     failed = message or any(not m.passed for m in measures)
     if failed and not message:
         worst = [(m.tensor, c) for m in measures for c in m.checks if not c.passed]
-        message = "; ".join(f"{t} {c.name}: {c.error:.3g} > {c.budget:.3g} ({c.where})" for t, c in worst)
+        message = "; ".join(f"{t} {c.name}: {c.error:.3g} > {c.budget:.3g} ({c.where or 'anywhere'})" for t, c in worst)
     status: Status = "failed" if failed else "passed"
     return Result(subject.name, case, layer, check, status, measures, message, time.perf_counter() - started)
