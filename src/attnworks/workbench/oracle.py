@@ -223,7 +223,9 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     ds = p * (dp - delta + d_lse[..., None])
     reach = d_out.abs() @ v.abs().transpose(-1, -2)
     reach = reach + (d_out.abs() * (p @ v.abs())).sum(-1, keepdim=True) + d_lse.abs()[..., None]
-    ds_errors = (p * (u + arithmetic) * reach + least * shown, p * arithmetic * reach)
+    # P meets dP in the precision of the scores; where it underflows there, it is off by that format's smallest number.
+    p_floor = smallest(torch.promote_types(case.dtype, torch.float32)) * shown
+    ds_errors = ((p * (u + arithmetic) + p_floor) * reach + least * shown, p * arithmetic * reach)
     keys = slice(0, part.k.shape[1])
     pt = p[..., keys].transpose(-1, -2)
     add(
