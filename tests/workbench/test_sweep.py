@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from attnworks.workbench import schedule, sweep
+from attnworks.workbench import schedule, summary, sweep
 from attnworks.workbench.mutants import Mutant
-from attnworks.workbench.subjects import backend_subjects
+from attnworks.workbench.subjects import Abilities, backend_subjects
 from attnworks.workbench.verify import verify
 
 DESIGN = sweep.design()
@@ -170,3 +170,15 @@ def test_order_of_a_run() -> None:
         if not kinds or kinds[-1] != kind:
             kinds.append(kind)
     assert kinds == ["named", "property", "sweep", "named"]
+
+
+def test_cases_of_a_kernel_without_an_lse_count_as_covered() -> None:
+    class Silent(Mutant):
+        abilities = Abilities(lse=False)
+
+        def __call__(self, inputs: Any, *, return_lse: bool = True, **options: Any) -> Any:
+            return super().__call__(inputs, return_lse=return_lse, **options)[0], None
+
+    results = verify(subjects=[Silent()], cases=[sweep.name_of(DESIGN[3])])
+    (covered,) = summary.coverage([Silent()], results)
+    assert (covered.cases, covered.refused) == (1, 0) and covered.pairs > 0

@@ -122,7 +122,7 @@ def counts(results: Iterable[Result]) -> dict[str, Counter[str]]:
 
 def coverage(subjects: Iterable[Subject], results: Iterable[Result]) -> list[Coverage]:
     """The pairs of levels that each subject's sweep covered; none for a subject of which no case of a sweep was
-    tried. A case counts where no part of it was refused."""
+    tried. A case counts where neither its values nor its gradients were refused."""
     results, found = list(results), []
     for subject in subjects:
         tried = {
@@ -131,7 +131,8 @@ def coverage(subjects: Iterable[Subject], results: Iterable[Result]) -> list[Cov
             if result.subject == subject.name and result.case.name.startswith(sweep.PREFIX)
         }
         for result in results:
-            if result.subject == subject.name and result.case.name in tried and result.status == "skipped":
+            refused = result.status == "skipped" and result.check in ("forward", "gradients")
+            if refused and result.subject == subject.name and result.case.name in tried:
                 tried[result.case.name] = False
         if tried:
             ran = [name for name, whole in tried.items() if whole]
