@@ -13,7 +13,10 @@ from attnworks.backends import cpu
 from attnworks.workbench.cli import main
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/README.md", "docs/benchmarking.md"]
+DOCUMENTS = [
+    *("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *("docs/README.md", "docs/benchmarking.md", "docs/verify.md"),
+]
 CODE = re.compile(r"`([^`\n]+)`|```\w*\n(.*?)```", re.DOTALL)
 PATH = re.compile(r"\.?[\w][\w./-]*(/|\.(py|md|toml|txt|h|cpp|yaml|sh|json))[\w./]*")
 # In a fresh clone these are made by the commands the documents describe.

@@ -9,7 +9,9 @@ from attnworks.workbench.cases import Case
 from attnworks.workbench.catalogue import BY_NAME
 from attnworks.workbench.hand import answer
 from attnworks.workbench.metrics import Measure, Standard, measure, standards
-from attnworks.workbench.yardstick import flash_model
+from attnworks.workbench.mutants import Mutant
+from attnworks.workbench.verify import Answers, verify
+from attnworks.workbench.yardstick import eager, flash_model
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -122,3 +124,80 @@ def test_budgets_are_part_of_the_result() -> None:
         "plain: max abs 1e-5",
     ]
     assert all({"error", "budget", "share", "where"} <= set(check) for check in data["checks"])
+
+
+def test_the_worst_row_is_named_with_its_own_error() -> None:
+    found, model = standards_of(BY_NAME["stress: normal, fp32"])
+    wrong = model["out"][0].clone()
+    wrong[1, 37] *= 1.25
+    result = measure(found["out"], [wrong])
+    assert result.worst_row == "sequence 0, head 1, row 37"
+    assert result.row_error == pytest.approx(0.25, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_eager_in_low_precision_is_worse_than_the_yardstick(dtype: str) -> None:
+    forward = Answers(BY_NAME[f"stress: large scores, {dtype}"]).gradients
+    for name in ("out", "dq", "dk", "dv"):
+        assert forward[name].eager > 2 * forward[name].yardstick > 0, name
+    assert forward["lse"].eager > 0
+
+
+def test_eager_is_attention() -> None:
+    """It only rounds more: in fp64 it is the oracle's answer."""
+    case = BY_NAME["double precision, fp64"]
+    found, answers = eager(case.build(), gradients=True), Answers(case).gradients
+    for name, standard in answers.items():
+        torch.testing.assert_close(found[name], standard.want, rtol=1e-10, atol=1e-12)
+        assert standard.eager < 1e-13
+
+
+def test_eager_that_overflows_counts_as_infinitely_wrong() -> None:
+    case = BY_NAME["stress: normal, fp16"]
+    inputs = case.build()
+    expected, model = answer(inputs, False), flash_model(inputs)
+    lost = {name: [x.clone() for x in parts] for name, parts in eager(inputs).items()}
+    lost["out"][0][0, 0, 0] = math.nan
+    assert standards(case, expected, model, lost)["out"].eager == math.inf
+    assert math.isnan(standards(case, expected, model)["out"].eager)
+
+
+# ---- 8-bit formats ---------------------------------------------------------------------------------------------------
+
+FORMATS = {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_probs_in_an_8_bit_format_pass_only_where_it_is_declared(kind: str) -> None:
+    strict, declared = f"decode, {kind} cache", f"decode, {kind} cache, P in {kind}"
+    results = verify(subjects=[Mutant("probs in fp8")], cases=[BY_NAME[strict], BY_NAME[declared]])
+    verdicts = {r.case.name: r.status for r in results if r.check == "forward"}
+    # The mutant rounds to e4m3, which is finer than e5m2.
+    assert verdicts == {strict: "failed", declared: "passed"}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_budgets_use_the_roundoff_of_the_format(kind: str) -> None:
+    strict = Answers(BY_NAME[f"decode, {kind} cache"]).forward["out"]
+    case = BY_NAME[f"decode, {kind} cache, P in {kind}"]
+    declared = Answers(case).forward["out"]
+    ratio = float(declared.elementwise[1].median() / strict.elementwise[1].median())
+    # u of bf16 is 2^-8. Fp32 sums add to both, the smallest numbers of the format to one of them.
+    assert 0.9 * FORMATS[kind] * 2**8 < ratio < 1.5 * FORMATS[kind] * 2**8
+    assert 2.0**-9 < declared.yardstick < FORMATS[kind]
+    # Wrong by more than the format explains is still wrong.
+    (right,) = [flash_model(case.build())["out"]]
+    assert failed(measure(declared, right)) == set()
+    assert "aggregate" in failed(measure(declared, [x * 1.1 for x in right]))
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2", "int8"])
+def test_scales_use_the_whole_range_of_the_format(kind: str) -> None:
+    inputs = BY_NAME[f"decode, {kind} cache"].build(poison=0.0)
+    assert inputs.k_scale is not None and inputs.v_scale is not None
+    assert inputs.k_scale.shape == (2,) and inputs.v_scale.shape == (1,)
+    limit = 127.0 if kind == "int8" else torch.finfo(inputs.k.dtype).max
+    stored = torch.cat([part.flatten(1) for part in inputs.gather(inputs.k, keys=True)], 1)
+    assert float(stored.float().abs().max()) == limit
+    for part, k in zip(inputs.values, inputs.gather(inputs.k, keys=True), strict=True):
+        torch.testing.assert_close(k.double() * inputs.k_scale.double().view(-1, 1, 1), part.k, rtol=0, atol=0)

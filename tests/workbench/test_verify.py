@@ -77,7 +77,7 @@ def test_fresh_memory_is_poisoned_only_inside() -> None:
 def test_distribution_covers_every_grouping() -> None:
     results = verify(subjects=[Mutant()], cases=["stress: normal, *", "size: 7"])
     spreads = summary.distribution(results)
-    assert {spread.by for spread in spreads} == {"backend", "dtype", "length", "distribution"}
+    assert {spread.by for spread in spreads} == set(summary.GROUPINGS)
     assert all(0 <= s.median <= s.p90 <= s.p99 <= s.largest < 1 for s in spreads)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -84,8 +84,10 @@ class Case:
 
     ``lengths``: (seq_q, seq_kv) of each sequence for varlen; for decode seq_kv is the keys in the cache after the
     append of ``new_keys``. ``seq_kv`` of a decode case is the capacity. ``memory``: how tensors lie (``storage.py``).
-    ``spare``: packed rows that belong to no sequence. ``gradients``: dQ, dK, dV (and bias, sink) are checked where the
-    backend differentiates; ``lse_cotangent``: also through the LSE. ``source``: where a real model's shape comes from.
+    ``spare``: packed rows that belong to no sequence. ``probs_dtype``: the format that a kernel may round P to, where
+    that is coarser than ``dtype``; budgets and yardstick allow for it, forward only. ``gradients``: dQ, dK, dV (and
+    bias, sink) are checked where the backend differentiates; ``lse_cotangent``: also through the LSE. ``source``: where
+    a real model's shape comes from.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Case:
     page_size: int = 0
     new_keys: int = 0
     cache_dtype: torch.dtype | None = None
+    probs_dtype: torch.dtype | None = None
     gradients: bool = False
     lse_cotangent: bool = False
     seed: int = 0
@@ -232,9 +235,10 @@ class Case:
         keys, values = [part.k for part in inputs.values], [part.v for part in inputs.values]
         if self.cache_dtype is None:
             return keys, values
-        largest = 127.0 if self.cache_dtype == torch.int8 else 2.0
-        inputs.k_scale = torch.linspace(1.0, 1.5, self.heads_kv) * (4 / largest)
-        inputs.v_scale = torch.tensor([6 / largest])
+        # Scales as calibration gives them: the largest number becomes the largest of the format.
+        largest = 127.0 if self.cache_dtype == torch.int8 else torch.finfo(self.cache_dtype).max
+        inputs.k_scale = _largest(keys, self.heads_kv) / largest
+        inputs.v_scale = _largest(values, self.heads_kv).amax(0, keepdim=True) / largest
         stored = []
         for parts, scale in ((keys, inputs.k_scale), (values, inputs.v_scale)):
             scaled = [part.float() / scale.view(-1, 1, 1) for part in parts]
@@ -283,6 +287,15 @@ class Case:
             longest_kv = storage.table_width([n for _, n in self.lengths], self.page_size) * self.page_size
         sizes = {"b": len(self.sequences), "h": self.heads_q, "q": longest_q, "k": longest_kv, "1": 1}
         return tuple(sizes[letter] for letter in form)
+
+
+def _largest(parts: Sequence[Tensor], heads: int) -> Tensor:
+    """The largest absolute value of each head over all sequences, fp32; 1 where there is none."""
+    found = torch.zeros(heads)
+    for part in parts:
+        if part.numel():
+            found = torch.maximum(found, part.float().abs().amax((1, 2)))
+    return torch.where(found == 0, 1, found)
 
 
 @lru_cache(maxsize=4)

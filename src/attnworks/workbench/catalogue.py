@@ -250,10 +250,24 @@ def _decode_cases() -> list[Case]:
     mla = replace(long, name="decode, MLA 576/512", heads_q=16, **_dims(576, 512), scale=192**-0.5, memory="latent")
     found += _in_dtypes(replace(mla, seq_kv=600, lengths=((1, 513), (1, 600))))
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
-        name = f"decode, {str(dtype).removeprefix('torch.')} cache"
-        found.append(replace(base, name=name, dtype=BF16, cache_dtype=dtype, page_size=16))
+        found += _quantised_cases(replace(base, dtype=BF16, cache_dtype=dtype), str(dtype).removeprefix("torch."))
     capped = replace(base, name="decode, softcap, sink", scores=(Softcap(30.0), SinkRule()), mask=CAUSAL)
     return [*found, capped, replace(base, name="decode, gradients", gradients=True, page_size=16)]
+
+
+def _quantised_cases(base: Case, kind: str) -> list[Case]:
+    """Caches of 8-bit numbers with a scale for each head of K and one for V."""
+    base = replace(base, name=f"decode, {kind} cache", stresses="8-bit numbers and their scales")
+    queries: dict[str, Any] = {"seq_q": 4, "lengths": ((4, 4), (4, 300), (4, 2), (4, 77)), "mask": CAUSAL}
+    found = [
+        replace(base, page_size=16),
+        replace(base, name=f"{base.name}, 4 grouped queries, causal", heads_q=8, dtype=FP16, **queries),
+        replace(base, name=f"{base.name}, outlier channels", generator="outlier channels", dtype=FP32, page_size=17),
+    ]
+    if base.cache_dtype is not None and base.cache_dtype.is_floating_point:
+        # What a matrix unit that multiplies 8-bit numbers by 8-bit numbers needs.
+        found.append(replace(base, name=f"{base.name}, P in {kind}", page_size=16, probs_dtype=base.cache_dtype))
+    return found
 
 
 def _model_cases() -> list[Case]:
@@ -319,6 +333,7 @@ _QUICK_PATTERNS = (
     "decode, 16k keys, bf16",
     "decode, MLA 576/512, fp32",
     "decode, int8 cache",
+    "decode, float8_e4m3fn cache, P *",
     "model: Llama-3-8B, *",
     "model: ViT*",
     "model: Gemma-2-27B*",

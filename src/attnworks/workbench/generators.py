@@ -133,21 +133,21 @@ def tiny(rng: torch.Generator, e: Extents) -> Triple:
 def nan_query(rng: torch.Generator, e: Extents) -> Triple:
     """One query is NaN: its row stays NaN, no other does."""
     q, k, v = normal(rng, e)
-    q[:, e.seq_q // 2] = torch.nan
+    q[:, _middle(e.seq_q)] = torch.nan
     return q, k, v
 
 
 def nan_key(rng: torch.Generator, e: Extents) -> Triple:
     """One channel of one key is NaN: every row that sees it is NaN."""
     q, k, v = normal(rng, e)
-    k[:, e.seq_kv // 2, 0] = torch.nan
+    k[:, _middle(e.seq_kv), 0] = torch.nan
     return q, k, v
 
 
 def nan_value(rng: torch.Generator, e: Extents) -> Triple:
     """One channel of one value is NaN: that channel is NaN in every row that sees it."""
     q, k, v = normal(rng, e)
-    v[:, e.seq_kv // 2, 0] = torch.nan
+    v[:, _middle(e.seq_kv), 0] = torch.nan
     return q, k, v
 
 
@@ -155,7 +155,7 @@ def minus_infinity(rng: torch.Generator, e: Extents) -> Triple:
     """A key whose scores are all -inf is hidden."""
     q, k, v = normal(rng, e)
     q[..., 0] = q[..., 0].abs() + 0.1
-    k[:, e.seq_kv // 2, 0] = -torch.inf
+    k[:, _middle(e.seq_kv), 0] = -torch.inf
     return q, k, v
 
 
@@ -170,6 +170,11 @@ def hand(rng: torch.Generator, e: Extents) -> Triple:
     """The integers of the hand-computed cases, as many as the sizes ask for."""
     q, k, v = (torch.tensor(x, dtype=torch.float64) for x in (HAND_Q, (HAND_K,), (HAND_V,)))
     return q[: e.heads_q, : e.seq_q], k[:, : e.seq_kv], v[:, : e.seq_kv]
+
+
+def _middle(rows: int) -> slice:
+    """The row in the middle, or none of no rows."""
+    return slice(rows // 2, rows // 2 + 1)
 
 
 def _unit(rng: torch.Generator, size: int) -> Tensor:

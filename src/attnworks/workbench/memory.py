@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +15,11 @@ T = TypeVar("T")
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
+
+
+def measurable() -> bool:
+    """Whether the high-water mark can be read and reset here."""
+    return os.access(_CLEAR_REFS, os.W_OK)
 
 
 def peak_extra(call: Callable[[], T]) -> tuple[T, int | None]:

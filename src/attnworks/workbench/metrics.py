@@ -57,20 +57,27 @@ class Check:
 @dataclass(frozen=True)
 class Measure:
     """One tensor's errors against the reference. ``nan``, ``inf``: counts, with the reference's own beside them;
-    ``yardstick``: the relative Frobenius error of the flash model."""
+    ``yardstick``, ``eager``: the relative Frobenius errors of the flash model and of eager attention in the input dtype
+    (Inf where it overflows), as good as can be and as bad as is common. ``worst``: the element with the largest error;
+    ``worst_row``: the row with the largest error beside its budget, ``row_error`` its relative Frobenius error.
+    ``numbers``: (wanted, got) themselves, of hand-computed cases."""
 
     tensor: str
     max_abs: float
     max_rel: float
     frobenius: float
     yardstick: float
+    eager: float
     cosine: float
     nan: int
     nan_expected: int
     inf: int
     inf_expected: int
     worst: str
+    worst_row: str
+    row_error: float
     checks: tuple[Check, ...]
+    numbers: tuple[list[Any], list[Any]] | None = None
 
     @property
     def passed(self) -> bool:
@@ -96,11 +103,12 @@ class Standard:
     regions: dict[str, Tensor]
     norm: float
     yardstick: float
+    eager: float
     cancelled: bool  # the true value is next to nothing beside the terms that make it up
 
 
-def standards(case: Case, expected: Expected, yardstick: Tensors) -> dict[str, Standard]:
-    """The standards of every tensor expected of a case."""
+def standards(case: Case, expected: Expected, yardstick: Tensors, eager: Tensors | None = None) -> dict[str, Standard]:
+    """The standards of every tensor expected of a case. ``eager`` is reported beside errors, where it is given."""
     found = {}
     for name, want in expected.values.items():
         contraction = expected.contraction[name]
@@ -116,6 +124,7 @@ def standards(case: Case, expected: Expected, yardstick: Tensors) -> dict[str, S
             regions=_region_budgets(name, yard_errors, expected, case),
             norm=norm,
             yardstick=_ratio(_norm(yard_errors), norm),
+            eager=math.nan if eager is None else _eager_error(eager[name], want, norm),
             cancelled=norm <= 1e-3 * reach / roundoff(case.dtype),
         )
     return found
@@ -139,6 +148,8 @@ def measure(standard: Standard, got: list[Tensor]) -> Measure:
             square += float((g64 * g64).sum())
             relative = max(relative, float((e / w.abs()).nan_to_num(0, 0, 0).max()))
     error = _norm(errors)
+    row, row_error = _worst_row(errors, standard)
+    by_hand = standard.case.generator == "hand"
     checks = [nonfinite, _check_elementwise(errors, standard.elementwise), _check_aggregate(errors, standard)]
     return Measure(
         tensor=name,
@@ -146,13 +157,17 @@ def measure(standard: Standard, got: list[Tensor]) -> Measure:
         max_rel=relative,
         frobenius=_ratio(error, standard.norm),
         yardstick=standard.yardstick,
+        eager=standard.eager,
         cosine=_ratio(product, math.sqrt(square) * standard.norm) if standard.norm else 1.0,
         nan=sum(int(g.isnan().sum()) for g in got),
         nan_expected=sum(int(w.isnan().sum()) for w in want),
         inf=sum(int(g.isinf().sum()) for g in got),
         inf_expected=sum(int(w.isinf().sum()) for w in want),
         worst=_place(*_argmax(errors)),
+        worst_row=row,
+        row_error=row_error,
         checks=(*checks, *(_plain_limits(errors, error, standard) if standard.case.unit_normal else ())),
+        numbers=tuple([x.tolist() for x in side] for side in (want, got)) if by_hand else None,  # type: ignore[arg-type]
     )
 
 
@@ -165,13 +180,18 @@ def _result_dtype(name: str, case: Case) -> torch.dtype:
 
 def _unmeasurable(name: str, why: str) -> Measure:
     check = Check("shape and dtype", False, math.inf, 0.0, why)
-    return Measure(name, math.inf, math.inf, math.inf, 0.0, 0.0, 0, 0, 0, 0, why, (check,))
+    return Measure(name, math.inf, math.inf, math.inf, 0.0, math.nan, 0.0, 0, 0, 0, 0, why, why, math.inf, (check,))
 
 
 def _errors(got: Tensor, want: Tensor) -> Tensor:
     """|got - want| where both are finite, else 0: the non-finite test judges the rest."""
     error = (got.double() - want.double()).abs()
     return torch.where(error.isfinite(), error, 0)
+
+
+def _eager_error(got: list[Tensor], want: list[Tensor], norm: float) -> float:
+    lost = any(bool((w.isfinite() & ~g.isfinite()).any()) for g, w in zip(got, want, strict=True))
+    return math.inf if lost else _ratio(_norm([_errors(g, w) for g, w in zip(got, want, strict=True)]), norm)
 
 
 def _norm(tensors: list[Tensor]) -> float:
@@ -205,6 +225,25 @@ _AXES = ("head", "row", "channel")
 def _place(sequence: int, index: tuple[int, ...]) -> str:
     words = [f"{axis} {n}" for axis, n in zip(_AXES, index, strict=False)]
     return ", ".join([f"sequence {sequence}", *words]) if index else "nowhere"
+
+
+def _worst_row(errors: list[Tensor], standard: Standard) -> tuple[str, float]:
+    """Where the error of a row is largest beside its budget, and that row's relative Frobenius error. A row of the LSE
+    and of gradients without rows is one number."""
+    single = standard.name in ("lse", "dbias", "dsink")
+    errors, budgets, want = (
+        [x[..., None] for x in tensors] if single else tensors
+        for tensors in (errors, standard.elementwise, standard.want)
+    )
+    shares = [
+        e.norm(dim=-1) / b.nan_to_num(posinf=0).norm(dim=-1).clamp_min(1e-300)
+        for e, b in zip(errors, budgets, strict=True)
+    ]
+    sequence, index = _argmax(shares)
+    if not index:
+        return "nowhere", 0.0
+    row = want[sequence][index].nan_to_num(0, 0, 0)
+    return _place(sequence, index), _ratio(float(errors[sequence][index].norm()), float(row.norm()))
 
 
 def _check_nonfinite(got: list[Tensor], want: list[Tensor]) -> Check:

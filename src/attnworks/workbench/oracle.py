@@ -183,7 +183,14 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     fine *= max(1.0, case.head_dim / 16)
     arithmetic = fine * (1 + scored.size + mean_size)
     shown = scored.scores > -torch.inf
-    p_errors = (p * (u + arithmetic) + least * shown, p * arithmetic)
+    u_probs, p_least = u, least * shown
+    if case.probs_dtype is not None:
+        # A kernel rounds exp(S - max), at most 1, and divides by the sum later: so does the smallest number of the
+        # format that P is rounded to.
+        u_probs = max(u, roundoff(case.probs_dtype))
+        one = torch.exp(scored.scores.amax(-1, keepdim=True).nan_to_num(neginf=0) - lse[..., None]).nan_to_num(posinf=0)
+        p_least = smallest(case.probs_dtype) * one * shown
+    p_errors = (p * (u_probs + arithmetic) + p_least, p * arithmetic)
     # P of a 16-bit kernel need only be as precise as its rounding lets it show (a 256th of it), and so its sum.
     lse_error = fine * (lse.abs().nan_to_num(posinf=0) + mean_size.squeeze(-1))
     lse_errors = (max(arithmetic_roundoff(case.dtype), u / 256) + lse_error, fine + lse_error)
@@ -216,7 +223,9 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     ds = p * (dp - delta + d_lse[..., None])
     reach = d_out.abs() @ v.abs().transpose(-1, -2)
     reach = reach + (d_out.abs() * (p @ v.abs())).sum(-1, keepdim=True) + d_lse.abs()[..., None]
-    ds_errors = (p * (u + arithmetic) * reach + least * shown, p * arithmetic * reach)
+    # P meets dP in the precision of the scores; where it underflows there, it is off by that format's smallest number.
+    p_floor = smallest(torch.promote_types(case.dtype, torch.float32)) * shown
+    ds_errors = ((p * (u + arithmetic) + p_floor) * reach + least * shown, p * arithmetic * reach)
     keys = slice(0, part.k.shape[1])
     pt = p[..., keys].transpose(-1, -2)
     add(

@@ -1,228 +1,130 @@
-"""Properties that need no reference: what must not change a bit, and what must change nothing but rounding.
+"""Properties beside values, which need no reference: the list of them, and the cases that they are tried on.
 
-Each function runs a subject on a case and returns "" if the property holds, otherwise what it saw. ``APPLIES`` tells
-which cases a property makes sense for.
+What must not change a bit is in ``exact.py``, what must change nothing but rounding in ``relations.py``. Some are asked
+only of a subject that claims them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from attnworks.masks import Causal
-from attnworks.merge import merge
+from attnworks.workbench import exact, memory, relations
 from attnworks.workbench.cases import BooleanRule, Case
-from attnworks.workbench.inputs import Inputs
-from attnworks.workbench.oracle import expect
-from attnworks.workbench.subjects import Subject
+from attnworks.workbench.subjects import Subject, abilities_of
+
+LONG = 4096  # keys; what needs the oracle's answer takes seconds from here on
+MEMORY_LENGTHS = (2048, 4096)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal to the bit: NaN equals the same NaN, 0 differs from -0."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
-
-
-def _difference(what: str, first: list[Tensor], second: list[Tensor]) -> str:
-    """ "" or the first place where two lists of (heads, rows, dim) differ in a bit."""
-    for sequence, (a, b) in enumerate(zip(first, second, strict=True)):
-        if not same_bits(a, b):
-            changed = (a != b) & ~(a.isnan() & b.isnan())
-            place = changed.nonzero()[0].tolist() if bool(changed.any()) else "the sign of a zero or NaN"
-            return f"{what}: {int(changed.sum())} elements changed, first at sequence {sequence}, {place}"
-    return ""
-
-
-def _own(inputs: Inputs, subject: Subject, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    out, lse = subject(inputs, **options)
-    assert lse is not None
-    return inputs.gather(out), inputs.gather_lse(lse)
-
-
-def repeatable(subject: Subject, case: Case) -> str:
-    """The same call gives the same bits, with and without ``return_lse``."""
-    first, lse = _own(case.build(), subject)
-    again, lse_again = _own(case.build(), subject)
-    inputs = case.build()
-    alone = inputs.gather(subject(inputs, return_lse=False)[0])
-    return (
-        _difference("out of a second call", first, again)
-        or _difference("lse of a second call", lse, lse_again)
-        or _difference("out without return_lse", first, alone)
-    )
-
-
-def ignores_what_is_outside(subject: Subject, case: Case) -> str:
-    """Memory that is not the problem's does not influence a bit, whatever it holds, and rows of nobody come out 0."""
-    found = []
-    for poison in (math.nan, 0.0, 3e4, math.inf):
-        inputs = case.build(poison)
-        out, lse = subject(inputs)
-        assert lse is not None
-        if bool((inputs.outside(out) != 0).any()):
-            return f"rows outside the problem are not 0 with {poison} around it"
-        found.append((poison, inputs.gather(out), inputs.gather_lse(lse)))
-    for poison, out_parts, lse_parts in found[1:]:
-        seen = _difference("out", found[0][1], out_parts) or _difference("lse", found[0][2], lse_parts)
-        if seen:
-            return f"with {poison} instead of NaN around the problem, {seen}"
-    return ""
-
-
-def changes_no_input(subject: Subject, case: Case) -> str:
-    """A call leaves its inputs as they were."""
-    inputs, before = case.build(), case.build()
-    subject(inputs)
-    for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "kv_lens", "page_table"):
-        old, new = getattr(before, name), getattr(inputs, name)
-        if old is not None and not same_bits(old, new):
-            return f"{name} was changed by the call"
-    return ""
-
-
-def causal(subject: Subject, case: Case) -> str:
-    """Changing key and value j changes no bit of a query before j."""
-    seq_q, seq_kv = case.seq_q, case.seq_kv
-    align = next(rule.align for rule in case.mask if isinstance(rule, Causal))
-    shift = seq_kv - seq_q if align == "bottom-right" else 0
-    before, lse_before = _own(case.build(), subject)
-    for key in sorted({0, 1, seq_kv // 3, seq_kv // 2 + 1, seq_kv - 1} & set(range(seq_kv))):
-        inputs = case.build()
-        for tensor in (inputs.k, inputs.v):
-            for sequence in range(case.batch):
-                for view in inputs.rows(tensor, sequence, keys=True):
-                    view[key] = view[key] * -3 + 1
-        after, lse_after = _own(inputs, subject)
-        blind = max(0, min(seq_q, key - shift))  # queries that must not see the key
-        seen = _difference("out", [x[:, :blind] for x in before], [x[:, :blind] for x in after])
-        seen = seen or _difference("lse", [x[:, :blind] for x in lse_before], [x[:, :blind] for x in lse_after])
-        if seen:
-            return f"after key {key} changed, {seen}"
-        if blind < seq_q and all(same_bits(a, b) for a, b in zip(before, after, strict=True)):
-            return f"after key {key} changed, no row did"
-    return ""
-
-
-def ignores_threads(subject: Subject, case: Case) -> str:
-    """The number of threads changes no bit."""
-    threads = torch.get_num_threads()
-    found = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(_own(case.build(), subject))
-    finally:
-        torch.set_num_threads(threads)
-    for count, (out, lse) in zip((2, 3), found[1:], strict=True):
-        seen = _difference("out", found[0][0], out) or _difference("lse", found[0][1], lse)
-        if seen:
-            return f"with {count} threads instead of 1, {seen}"
-    return ""
-
-
-def batch_invariant(subject: Subject, case: Case) -> str:
-    """For a fixed plan a sequence's bits depend neither on the rest of the batch, nor on its place, nor on the
-    pages."""
-    whole = case.build()
-    plan = getattr(subject, "plan", lambda inputs: None)(whole)
-    options: dict[str, Any] = {"batch_invariant": True} | ({"plan": plan} if plan is not None else {})
-    out, lse = _own(whole, subject, **options)
-    for order in ([n] for n in range(len(out))):
-        found, found_lse = _own(_take(whole, order), subject, **options)
-        seen = _difference("out", [out[n] for n in order], found) or _difference(
-            "lse", [lse[n] for n in order], found_lse
-        )
-        if seen:
-            return f"sequence {order[0]} alone instead of in the batch, {seen}"
-    order = list(range(len(out)))[::-1]
-    found, found_lse = _own(_take(whole, order), subject, **options)
-    seen = _difference("out", [out[n] for n in order], found) or _difference("lse", [lse[n] for n in order], found_lse)
-    return f"with the batch in reverse (and pages moved), {seen}" if seen else ""
-
-
-def _take(inputs: Inputs, order: list[int]) -> Inputs:
-    """The same sequences, those of ``order`` in that order; pages are put in other places."""
-    case = inputs.case
-    lengths = tuple(case.lengths[n] for n in order) if case.lengths else ()
-    taken = replace(case, batch=len(order), lengths=lengths, name=f"{case.name} reordered")
-    built = Inputs(taken, [inputs.values[n] for n in order], masks=inputs.masks, scores=inputs.scores)
-    taken._store(built, torch.Generator().manual_seed(1), math.nan)
-    return built
-
-
-def merges(subject: Subject, case: Case) -> str:
-    """Attention over two halves of the keys, merged by LSE, is attention over all of them; a missing half changes
-    nothing."""
-    whole = case.build()
-    expected = expect(whole)
-    halves = []
-    middle = case.seq_kv // 3
-    for keys in (slice(0, middle), slice(middle, case.seq_kv)):
-        part = case.build()
-        rows = 2 if case.layout == "bhsd" else 1
-        part.k, part.v = (x.narrow(rows, keys.start, keys.stop - keys.start) for x in (part.k, part.v))
-        out, lse = subject(part)
-        assert lse is not None
-        halves += [out, lse]
-    out, lse = merge(*halves, layout=case.layout)
-    for sequence, got in enumerate(whole.gather(out)):
-        error = (got.double() - expected.values["out"][sequence]).abs()
-        # Both halves are rounded once more when they are merged.
-        share = float((error / (16 * expected.contraction["out"][sequence])).max())
-        if not share <= 1:
-            return f"out merged from two halves is {share:.3g} of its budget away from the whole"
-    for sequence, got in enumerate(whole.gather_lse(lse)):
-        error = (got.double() - expected.values["lse"][sequence]).abs()
-        share = float((error / (16 * expected.contraction["lse"][sequence])).max())
-        if not share <= 1:
-            return f"lse merged from two halves is {share:.3g} of its budget away from the whole"
-    nothing = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
-    kept, kept_lse = merge(out, lse, *nothing, layout=case.layout)
-    return "" if same_bits(kept, out) and same_bits(kept_lse, lse) else "merging an empty part changed the other"
+def memory_growth(subject: Subject, case: Case) -> str:
+    """The peak memory of a call does not grow with N²: between two lengths it grows by less than half a byte for each
+    new score, where a kernel that writes scores, or a mask of one byte, needs at least one."""
+    shape = {"batch": 1, "heads_q": 1, "heads_kv": 1, "memory": "contiguous", "generator": "normal"}
+    peaks = []
+    for length in (MEMORY_LENGTHS[0] // 4, *MEMORY_LENGTHS):  # the first call pays for what is loaded once
+        inputs = replace(case, name="memory growth", seq_q=length, seq_kv=length, **shape).build()  # type: ignore[arg-type]
+        peaks.append(memory.peak_extra(lambda inputs=inputs: subject(inputs, return_lse=False))[1])  # type: ignore[misc]
+    small, large = peaks[1:]
+    if small is None or large is None:
+        return ""
+    new_scores = MEMORY_LENGTHS[1] ** 2 - MEMORY_LENGTHS[0] ** 2
+    lengths = " and ".join(map(str, MEMORY_LENGTHS))
+    took = f"at {lengths} queries and keys it took {small / 2**20:.1f} and {large / 2**20:.1f} MiB"
+    return "" if large - small < new_scores / 2 else f"memory grows with the square of the length: {took}"
 
 
 @dataclass(frozen=True)
 class Property:
+    """``claim``: what a subject must claim to be asked for the property (``claims``); ``gradients``: it must
+    differentiate."""
+
     name: str
     holds: Callable[[Subject, Case], str]
     applies: Callable[[Case], bool]
+    claim: str = ""
+    gradients: bool = False
+
+
+# What a subject may leave undeclared (``Abilities``), and what is then said instead of asking for the property.
+UNDECLARED = {
+    "batch_invariant": "batch invariance is not declared",
+    "thread_invariant": "thread invariance is not declared",
+    "deterministic": "deterministic gradients are not declared",
+    "linear_memory": "memory linear in the length is not declared",
+    "lse": "it returns no LSE",
+}
+
+
+def claims(subject: Subject, claim: str) -> bool:
+    """Whether a subject claims one of ``UNDECLARED``, by an attribute of its own or of its abilities."""
+    return bool(getattr(subject, claim, getattr(abilities_of(subject), claim)))
 
 
 def _tensors_per_batch(case: Case) -> bool:
     return any(isinstance(rule, BooleanRule) for rule in case.mask) or bool(case.scores)
 
 
+def _plain(case: Case) -> bool:
+    """Whether values may be exchanged for others."""
+    return case.unit_normal and case.memory not in ("latent", "shared heads") and not case.new_keys
+
+
 PROPERTIES = (
-    Property("repeatable", repeatable, lambda case: True),
-    Property("ignores what is outside", ignores_what_is_outside, lambda case: case.generator != "hand"),
-    Property("changes no input", changes_no_input, lambda case: not case.new_keys),
+    Property("repeatable", exact.repeatable, lambda case: True),
+    Property("ignores what is outside", exact.ignores_what_is_outside, lambda case: case.generator != "hand"),
+    Property("changes no input", exact.changes_no_input, lambda case: not case.new_keys),
     Property(
         "causal",
-        causal,
-        lambda case: case.form == "dense" and case.mask in ((Causal(),), (Causal("top-left"),)) and case.unit_normal,
+        exact.causal,
+        lambda case: case.mask in ((Causal(),), (Causal("top-left"),)) and case.unit_normal and not case.new_keys,
     ),
-    Property("ignores threads", ignores_threads, lambda case: True),
+    Property("ignores threads", exact.ignores_threads, lambda case: True, claim="thread_invariant"),
     Property(
         "batch invariant",
-        batch_invariant,
+        exact.batch_invariant,
         lambda case: (
             len(case.sequences) > 1 and not _tensors_per_batch(case) and not case.cache_dtype and not case.new_keys
         ),
+        claim="batch_invariant",
     ),
+    Property("scales with V", exact.scales_with_v, _plain),
+    Property(
+        "permutation of keys",
+        relations.permutation_of_keys,
+        lambda case: _plain(case) and not case.mask and case.seq_kv < LONG,
+    ),
+    Property("shift invariance", relations.shift_invariance, lambda case: _plain(case) and case.seq_kv < LONG),
     Property(
         "merges",
-        merges,
+        relations.merges,
         lambda case: case.form == "dense" and not case.mask and not case.scores and case.seq_kv > 2,
+        claim="lse",
+    ),
+    Property(
+        "gradients repeatable",
+        exact.gradients_repeatable,
+        lambda case: case.gradients and case.form != "decode",
+        claim="deterministic",
+        gradients=True,
+    ),
+    Property(
+        "gradients ignore what is outside",
+        exact.gradients_ignore_what_is_outside,
+        lambda case: case.gradients and case.form != "decode",
+        claim="deterministic",
+        gradients=True,
+    ),
+    Property(
+        "memory growth",
+        memory_growth,
+        lambda case: case.name == MEMORY_CASE and memory.measurable(),
+        claim="linear_memory",
     ),
 )
+
+MEMORY_CASE = "size: 513, causal, bf16"
 
 # The cases that properties are tried on: one of each form and path, with tails, grouped heads, poison and strides.
 CASES = (

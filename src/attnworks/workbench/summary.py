@@ -10,7 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from attnworks.workbench import sweep
 from attnworks.workbench.metrics import Check, Measure
+from attnworks.workbench.subjects import Subject
+from attnworks.workbench.sweep import Coverage
 from attnworks.workbench.verify import Result, longest
 
 LENGTH_BANDS = ((0, 15, "0-15"), (16, 127, "16-127"), (128, 1023, "128-1023"), (1024, 2**63, "1024 and more"))
@@ -24,6 +27,7 @@ class Worst:
     dtype: str
     tensor: str
     case: str
+    seed: int
     measure: Measure
     check: Check
 
@@ -44,6 +48,31 @@ class Spread:
         return asdict(self)
 
 
+DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+def dtype_of(result: Result) -> str:
+    """The dtype of a result's inputs in short, with that of its cache where that is another: "bf16", "bf16 on
+    float8_e4m3fn"."""
+    case = result.case
+    dtype = DTYPES[str(case.dtype).removeprefix("torch.")]
+    return dtype if case.cache_dtype is None else f"{dtype} on {str(case.cache_dtype).removeprefix('torch.')}"
+
+
+def band_of(result: Result) -> str:
+    """The length band of a result's longest sequence."""
+    return next(name for low, high, name in LENGTH_BANDS if low <= longest(result.case) <= high)
+
+
+# What errors are grouped by.
+GROUPINGS: dict[str, Callable[[Result], str]] = {
+    "subject": lambda result: result.subject,
+    "dtype": dtype_of,
+    "length": band_of,
+    "inputs": lambda result: result.case.generator,
+}
+
+
 def measures(results: Iterable[Result]) -> list[tuple[Result, Measure]]:
     return [(result, measure) for result in results for measure in result.measures]
 
@@ -57,25 +86,18 @@ def worst(results: Iterable[Result]) -> list[Worst]:
     """For each subject, dtype and tensor the tightest check of all cases."""
     found: dict[tuple[str, str, str], Worst] = {}
     for result, measure in measures(results):
-        dtype = str(result.case.dtype).removeprefix("torch.")
-        key = (result.subject, dtype, measure.tensor)
-        candidate = Worst(*key, result.case.name, measure, tightest(measure))
+        key = (result.subject, dtype_of(result), measure.tensor)
+        candidate = Worst(*key, result.case.name, result.case.seed, measure, tightest(measure))
         if key not in found or candidate.check.share > found[key].check.share:
             found[key] = candidate
     return list(found.values())
 
 
 def distribution(results: Iterable[Result]) -> list[Spread]:
-    """Spreads of all measured tensors by subject, dtype, length band and input distribution."""
+    """Spreads of all measured tensors by what ``GROUPINGS`` names."""
     pairs = measures(results)
-    groupings: dict[str, Callable[[Result], str]] = {
-        "backend": lambda r: r.subject,
-        "dtype": lambda r: str(r.case.dtype).removeprefix("torch."),
-        "length": lambda r: next(name for low, high, name in LENGTH_BANDS if low <= longest(r.case) <= high),
-        "distribution": lambda r: r.case.generator,
-    }
     found = []
-    for by, grouping in groupings.items():
+    for by, grouping in GROUPINGS.items():
         shares: dict[str, list[float]] = {}
         for result, measure in pairs:
             shares.setdefault(grouping(result), []).append(tightest(measure).share)
@@ -95,4 +117,24 @@ def counts(results: Iterable[Result]) -> dict[str, Counter[str]]:
     found: dict[str, Counter[str]] = {}
     for result in results:
         found.setdefault(result.subject, Counter()).update((result.status, f"{result.layer} {result.status}"))
+    return found
+
+
+def coverage(subjects: Iterable[Subject], results: Iterable[Result]) -> list[Coverage]:
+    """The pairs of levels that each subject's sweep covered; none for a subject of which no case of a sweep was
+    tried. A case counts where neither its values nor its gradients were refused."""
+    results, found = list(results), []
+    for subject in subjects:
+        tried = {
+            result.case.name: True
+            for result in results
+            if result.subject == subject.name and result.case.name.startswith(sweep.PREFIX)
+        }
+        for result in results:
+            refused = result.status == "skipped" and result.check in ("forward", "gradients")
+            if refused and result.subject == subject.name and result.case.name in tried:
+                tried[result.case.name] = False
+        if tried:
+            ran = [name for name, whole in tried.items() if whole]
+            found.append(sweep.coverage(subject, ran, refused=len(tried) - len(ran)))
     return found

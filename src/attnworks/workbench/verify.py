@@ -1,9 +1,9 @@
 """verify(): is a kernel right? Three layers and the properties, on named cases, for every backend.
 
-1. hand: tiny cases whose answers are written out; 2. oracle: random and stress inputs against fp64; 3. fused: the
-   framework's
-own fused attention as a cross-check. Then the properties that need no reference. A case is skipped only by the
-backend's own verdict, and listed with its reasons.
+1. hand: tiny cases whose answers are written out; 2. oracle: random and stress inputs against fp64, on the named cases
+and on a sweep that covers all pairs of factors (``sweep.py``); 3. fused: the framework's own fused attention as a
+cross-check. Then the properties that need no reference. A case is skipped only by the backend's own verdict, and listed
+with its reasons.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from attnworks.workbench import catalogue, fused, hand, properties
+from attnworks.workbench import fused, hand, properties, schedule
 from attnworks.workbench.cases import Case
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.metrics import Measure, Standard, measure, standards
-from attnworks.workbench.oracle import FORWARD, Expected
-from attnworks.workbench.subjects import Subject, backend_subjects
-from attnworks.workbench.yardstick import flash_model
+from attnworks.workbench.oracle import Expected
+from attnworks.workbench.subjects import Declined, Finding, Subject, abilities_of, backend_subjects
+from attnworks.workbench.yardstick import eager, flash_model
 
 Layer = Literal["hand", "oracle", "fused", "property"]
 Status = Literal["passed", "failed", "skipped"]
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, done, total)."""
+Progress = schedule.Progress
+
+NO_LSE = properties.UNDECLARED["lse"]
 
 
 @dataclass(frozen=True)
@@ -79,22 +81,30 @@ class Answers:
         self.case = case
 
     @cached_property
+    def _inputs(self) -> Inputs:
+        return self.case.build()
+
+    @cached_property
     def forward(self) -> dict[str, Standard]:
-        inputs = self.case.build()
-        return standards(self.case, self._expected, flash_model(inputs))
+        return self._standards(self._expected, gradients=False)
 
     @cached_property
     def _expected(self) -> Expected:
-        return hand.answer(self.case.build(), gradients=False)
+        return hand.answer(self._inputs, gradients=False)
 
     @cached_property
     def gradients(self) -> dict[str, Standard]:
-        inputs = self.case.build()
-        return standards(self.case, hand.answer(inputs, gradients=True), flash_model(inputs, gradients=True))
+        return self._standards(hand.answer(self._inputs, gradients=True), gradients=True)
+
+    def _standards(self, expected: Expected, gradients: bool) -> dict[str, Standard]:
+        yardstick = flash_model(self._inputs, gradients)
+        # In fp32 and fp64 eager attention rounds as the yardstick does, but for the order of a division.
+        low = self.case.dtype.itemsize < 4
+        return standards(self.case, expected, yardstick, eager(self._inputs, gradients) if low else yardstick)
 
     @cached_property
     def fused(self) -> fused.Fused | str:
-        return fused.run(self.case.build(), self._expected)
+        return fused.run(self._inputs, self._expected)
 
 
 def verify(
@@ -103,41 +113,36 @@ def verify(
     cases: Sequence[str | Case] = (),
     quick: bool = False,
     seed: int = 0,
+    budget: float | None = None,
     progress: Progress | None = None,
     subjects: Sequence[Subject] | None = None,
 ) -> list[Result]:
     """Verify subjects on cases; nothing is raised for what fails, it is in the results.
 
     ``backend``: "auto-all", or a name that subjects' names begin with ("cpu" takes "cpu" and "cpu, small tiles").
-    ``cases``: ``Case`` objects or patterns of ``catalogue.select``. ``quick``: the short list. ``seed``: of the random
-    inputs.
-    ``subjects``: what to verify instead of the backends. Raises ``ValueError`` for a backend or pattern that matches
-    nothing.
+    ``cases``: ``Case`` objects, names of cases of the sweep, or patterns of ``catalogue.select``. ``quick``: the short
+    list. ``seed``: of the random inputs and of the sweep's design. ``budget``: minutes, after which no further check is
+    begun; what finds most comes first, and where time is left, sweeps of further seeds follow. ``subjects``: what to
+    verify instead of the backends. Raises ``ValueError`` for a backend or pattern that matches nothing.
     """
-    chosen_subjects = _subjects(backend, quick) if subjects is None else tuple(subjects)
-    given = tuple(case for case in cases if isinstance(case, Case))
-    patterns = tuple(case for case in cases if isinstance(case, str))
-    chosen = given if given and not patterns else (*given, *catalogue.select(patterns, quick=quick, seed=seed))
-    tried = tuple(case for case in chosen if case.name in properties.CASES)
-    total, results = len(chosen) + len(tried), []
+    verified = chosen_subjects(backend, quick) if subjects is None else tuple(subjects)
+    jobs = schedule.jobs(verified, cases, quick=quick, seed=seed)
+    further = schedule.further_sweeps(verified, seed) if budget and not cases and not quick else ()
+    results: list[Result] = []
+    clock = schedule.Clock(budget, len(jobs), progress)
     with fresh_memory_poisoned():
-        for done, case in enumerate(chosen):
-            if progress:
-                progress(case.name, done, total)
-            answers = Answers(case)
-            for subject in chosen_subjects:
-                results += verify_case(subject, answers)
-        for done, case in enumerate(tried, len(chosen)):
-            if progress:
-                progress(f"properties of {case.name}", done, total)
-            for subject in chosen_subjects:
-                results += verify_properties(subject, case)
-    if progress:
-        progress("", total, total)
+        for job in chain(jobs, further):
+            if clock.over(str(job)):
+                break
+            answers = Answers(job.case)
+            for subject in job.subjects:
+                results += verify_properties(subject, job.case) if job.properties else verify_case(subject, answers)
+    clock.finish()
     return results
 
 
-def _subjects(backend: str, quick: bool) -> tuple[Subject, ...]:
+def chosen_subjects(backend: str, quick: bool) -> tuple[Subject, ...]:
+    """The backends to verify, as ``verify`` takes their name."""
     # A backend asked for by name comes with all its plans.
     found: tuple[Subject, ...] = backend_subjects(quick=quick and backend == "auto-all")
     if backend != "auto-all":
@@ -151,12 +156,13 @@ def _subjects(backend: str, quick: bool) -> tuple[Subject, ...]:
 @contextlib.contextmanager
 def fresh_memory_poisoned() -> Iterator[None]:
     """``torch.empty`` gives NaN inside: what a kernel forgets to write shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not torch.use_deterministic_algorithms: that imports the compiler, for seconds.
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 def verify_case(subject: Subject, answers: Answers) -> list[Result]:
@@ -171,11 +177,12 @@ def verify_case(subject: Subject, answers: Answers) -> list[Result]:
     def forward() -> tuple[tuple[Measure, ...], str]:
         inputs = case.build()
         out, lse = subject(inputs)
-        assert lse is not None
-        got.update(out=inputs.gather(out), lse=inputs.gather_lse(lse))
-        return tuple(measure(answers.forward[n], got[n]) for n in FORWARD), _outside(inputs, {"out": out})
+        got.update(_gathered(subject, inputs, out, lse))
+        return tuple(measure(answers.forward[n], got[n]) for n in got), _outside(inputs, {"out": out})
 
     results = [_result(subject, case, layer, "forward", forward)]
+    if got and "lse" not in got:
+        results.append(Result(subject.name, case, layer, "lse", "skipped", message=NO_LSE))
     if got and isinstance(answers.fused, fused.Fused):
         cross = answers.fused
         results.append(_result(subject, case, "fused", "fused", lambda: ((), cross.compare(got))))
@@ -188,26 +195,36 @@ def verify_case(subject: Subject, answers: Answers) -> list[Result]:
     return results
 
 
+def _gathered(subject: Subject, inputs: Inputs, out: Tensor, lse: Tensor | None) -> dict[str, list[Tensor]]:
+    """out and lse by sequence; only out of a subject that is known to return no LSE."""
+    if lse is None:
+        if abilities_of(subject).lse:
+            raise Finding("returned no lse where one was asked for")
+        return {"out": inputs.gather(out)}
+    return {"out": inputs.gather(out), "lse": inputs.gather_lse(lse)}
+
+
 def _gradients(subject: Subject, answers: Answers) -> tuple[tuple[Measure, ...], str]:
     inputs = answers.case.build()
     leaves = inputs.differentiable()
     out, lse = subject(inputs)
-    assert lse is not None
     results, cotangents = [out], [inputs.scatter([part.d_out for part in inputs.values], out)]
     d_lse = [part.d_lse for part in inputs.values if part.d_lse is not None]
     if answers.case.lse_cotangent:
+        assert lse is not None, "reasons() refuses the others"
         results.append(lse)
         cotangents.append(inputs.scatter_lse(d_lse, lse))
-    grads = dict(
-        zip(
-            leaves, torch.autograd.grad(results, list(leaves.values()), cotangents, materialize_grads=True), strict=True
-        )
-    )
+    tensors = list(leaves.values())
+    if out.requires_grad:
+        found = torch.autograd.grad(results, tensors, cotangents, materialize_grads=True)
+    else:  # it says that its output depends on no input, which is right where there is no key
+        found = tuple(torch.zeros_like(x) for x in tensors)
+    grads = dict(zip(leaves, found, strict=True))
     # The values too: a call that requires grad may well take another path than one that does not.
-    got = {"out": inputs.gather(out.detach()), "lse": inputs.gather_lse(lse.detach())}
+    got = _gathered(subject, inputs, out.detach(), None if lse is None else lse.detach())
     for name, grad in grads.items():
         got[f"d{name}"] = [grad] if name in ("bias", "sink") else inputs.gather(grad, keys=name != "q")
-    measures = tuple(measure(standard, got[n]) for n, standard in answers.gradients.items())
+    measures = tuple(measure(standard, got[n]) for n, standard in answers.gradients.items() if n in got)
     outside = _outside(inputs, {f"d{name}": grad for name, grad in grads.items() if name in "qkv"})
     return measures, outside
 
@@ -222,11 +239,16 @@ def _outside(inputs: Inputs, tensors: dict[str, Tensor]) -> str:
 def verify_properties(subject: Subject, case: Case) -> list[Result]:
     if subject.reasons(case.build()):
         return []
-    return [
-        _result(subject, case, "property", p.name, lambda p=p: ((), p.holds(subject, case)))  # type: ignore[misc]
-        for p in properties.PROPERTIES
-        if p.applies(case)
-    ]
+    results = []
+    for p in properties.PROPERTIES:
+        if not p.applies(case) or (p.gradients and subject.reasons(case.build(), differentiable=True)):
+            continue
+        if p.claim and not properties.claims(subject, p.claim):
+            missing = properties.UNDECLARED[p.claim]
+            results.append(Result(subject.name, case, "property", p.name, "skipped", message=missing))
+        else:
+            results.append(_result(subject, case, "property", p.name, lambda p=p: ((), p.holds(subject, case))))  # type: ignore[misc]
+    return results
 
 
 def _result(
@@ -234,14 +256,21 @@ def _result(
 ) -> Result:
     """Run one check; an exception of the subject is a failure, not the end of the run."""
     started = time.perf_counter()
+    seen: list[str] = getattr(subject, "seen", [])
+    seen.clear()
     try:
         measures, message = run()
+    except Declined as error:
+        return Result(subject.name, case, layer, check, "skipped", message=str(error))
+    except Finding as error:
+        measures, message = (), str(error)
     except Exception as error:  # whatever a kernel under test raises
         where = traceback.extract_tb(error.__traceback__)[-1]
         measures, message = (), f"raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+    message = "; ".join([*([message] if message else []), *dict.fromkeys(seen)])
     failed = message or any(not m.passed for m in measures)
     if failed and not message:
         worst = [(m.tensor, c) for m in measures for c in m.checks if not c.passed]
-        message = "; ".join(f"{t} {c.name}: {c.error:.3g} > {c.budget:.3g} ({c.where})" for t, c in worst)
+        message = "; ".join(f"{t} {c.name}: {c.error:.3g} > {c.budget:.3g} ({c.where or 'anywhere'})" for t, c in worst)
     status: Status = "failed" if failed else "passed"
     return Result(subject.name, case, layer, check, status, measures, message, time.perf_counter() - started)

@@ -1,9 +1,10 @@
 """The yardstick: what a flash kernel at the declared precision gets, so that errors have something fair to stand
 beside.
 
-Scores, sums and accumulators in fp32 (fp64 for fp64), P and dS rounded to the input dtype before they are multiplied,
-the result rounded once. Never eager attention in low precision: eager fp16 is worse than a kernel that wrongly
-accumulates in fp16, and would let it pass.
+Scores, sums and accumulators in fp32 (fp64 for fp64), P and dS rounded to the input dtype before they are multiplied (P
+to the case's ``probs_dtype`` where it has one), the result rounded once. Budgets never come from eager attention in low
+precision: eager fp16 is worse than a kernel that wrongly accumulates in fp16, and would let it pass. ``eager`` is what
+the same formulas give when every step is rounded to the input dtype; it is reported, and decides nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +19,18 @@ from attnworks.workbench.oracle import FORWARD, GRADIENTS, Tensors, bias_place, 
 
 def flash_model(inputs: Inputs, gradients: bool = False) -> Tensors:
     """out and lse (and dq, dk, dv, dbias, dsink) of every sequence, at the kernel's precision, in its dtypes."""
+    return _model(inputs, gradients, eager=False)
+
+
+def eager(inputs: Inputs, gradients: bool = False) -> Tensors:
+    """The same of attention written as matrix products and a softmax in the input dtype."""
+    return _model(inputs, gradients, eager=True)
+
+
+def _model(inputs: Inputs, gradients: bool, eager: bool) -> Tensors:
     found: Tensors = {name: [] for name in FORWARD + (GRADIENTS if gradients else ())}
     for sequence, part in enumerate(inputs.values):
-        for name, value in _sequence(inputs, sequence, part, gradients).items():
+        for name, value in _sequence(inputs, sequence, part, gradients, eager).items():
             if name in ("dbias", "dsink"):
                 found[name] = [found[name][0] + value] if name in found else [value]
             else:
@@ -28,10 +38,10 @@ def flash_model(inputs: Inputs, gradients: bool = False) -> Tensors:
     return found
 
 
-def _sequence(inputs: Inputs, sequence: int, part: SequenceTensors, gradients: bool) -> dict[str, Tensor]:
+def _sequence(inputs: Inputs, sequence: int, part: SequenceTensors, gradients: bool, eager: bool) -> dict[str, Tensor]:
     case = inputs.case
     dtype = case.dtype
-    compute = torch.promote_types(dtype, torch.float32)
+    compute = dtype if eager else torch.promote_types(dtype, torch.float32)
     group = case.heads_q // max(case.heads_kv, 1)
 
     def rounded(x: Tensor) -> Tensor:
@@ -49,7 +59,11 @@ def _sequence(inputs: Inputs, sequence: int, part: SequenceTensors, gradients: b
     top = s.amax(-1, keepdim=True)
     weights = torch.exp(s - torch.where(top == -torch.inf, 0, top))
     total = weights.sum(-1, keepdim=True)
-    out = (rounded(weights[..., keys]) @ v / torch.where(total == 0, 1, total)).to(dtype)
+    divisor = torch.where(total == 0, 1, total)
+    if eager:
+        out = (weights / divisor)[..., keys] @ v
+    else:
+        out = (weights[..., keys].to(case.probs_dtype or dtype).to(compute) @ v / divisor).to(dtype)
     found = {"out": out, "lse": lse}
     if not gradients:
         return found
@@ -57,7 +71,7 @@ def _sequence(inputs: Inputs, sequence: int, part: SequenceTensors, gradients: b
     p = torch.exp(s - torch.where(lse == -torch.inf, 0, lse)[..., None])
     delta = (d_out * out.to(compute)).sum(-1, keepdim=True)
     if part.d_lse is not None:
-        delta = delta - torch.where(lse == -torch.inf, 0, part.d_lse)[..., None]
+        delta = delta - torch.where(lse == -torch.inf, 0, part.d_lse)[..., None].to(compute)
     if any(isinstance(modifier, Sink) for modifier in inputs.scores):
         found["dsink"] = -(p[..., -1] * delta[..., 0]).sum(-1)
     p = p[..., keys]
