@@ -33,22 +33,33 @@ FAULTS = {
     "maximum not subtracted": "stress: large scores, fp32",
     "finite initial maximum": "stress: strongly negative, fp32",
     "first tile only": "stress: rising maximum, fp32",
+    "last tile only": "stress: falling maximum, fp32",
+    "rescaled after adding": "stress: rising maximum, fp32",
+    "exp2 for exp": "hand: full",
+    "first key dropped": "hand: full",
+    "last key dropped": "hand: full",
     "last partial tile dropped": "size: 97",
     "tail keys unmasked": "size: 97",
     "softmax over queries": "hand: full",
     "splits averaged": "stress: normal, fp32",
+    "splits summed": "stress: normal, fp32",
+    "tail rows unwritten": "size: 97",
     "NaN swallowed": "stress: nan query, fp32",
     # precision
     "fp16 accumulation": "stress: few queries on 16k keys, fp16",
+    "sum in low precision": "stress: few queries on 16k keys, bf16",
+    "products in tf32": "stress: normal, fp32",
     "scores rounded": "stress: large scores, bf16",
     "probs in fp8": "size: 97, causal, bf16",
     # scale, masks, empty rows
     "scale missing": "hand: full",
     "scale twice": "hand: full",
+    "scale argument ignored": "hand: full",
     "scale of head_dim_v": "unequal dims: 192/128, bf16",
     "causal hides itself": "hand: causal",
     "causal shows the next": "hand: causal",
     "causal ignored": "hand: causal",
+    "causal upside down": "hand: causal",
     "causal by tile": "hand: causal",
     "aligned top-left": "hand: two queries*",
     "window one short": "hand: window*",
@@ -56,6 +67,10 @@ FAULTS = {
     "window without left end": "hand: window*",
     "window without right end": "window 7, 5: 100 on 100",
     "mask of head 0": "boolean mask bhqk",
+    "boolean mask inverted": "boolean mask bhqk",
+    "boolean mask ignored": "boolean mask bhqk",
+    "masked after softmax": "hand: causal",
+    "hidden scores are 0": "hand: causal",
     "hidden scores are -10000": "rows without keys, fp32",
     "empty rows give NaN": "rows without keys, fp32",
     "empty rows give the mean": "rows without keys, fp32",
@@ -63,6 +78,7 @@ FAULTS = {
     # LSE and score modifiers
     "lse in base 2": "hand: full",
     "lse not written": "hand: full",
+    "lse without the maximum": "hand: full",
     "sink ignored": "hand: sink",
     "sink scaled": "sink, fp32",
     "sink outside the maximum": "sink 30000",
@@ -77,9 +93,13 @@ FAULTS = {
     "bias of head 0": "bias that hides",
     "bias of sequence 0": "bias b1qk",
     "bias scaled": "bias b1qk",
+    "bias ignored": "bias b1qk",
     # heads, strides, lengths, pages
     "KV head by remainder": "heads: 6/3",
     "K and V heads differ": "heads: 6/3",
+    "KV head 0 for all": "heads: 6/3",
+    "K and V exchanged": "hand: full",
+    "K and V of sequence 0": "heads: 6/3",
     "strides ignored": "strides: gapped, bhsd",
     "sequences not apart": "varlen unequal, causal, fp32",
     "key offsets from queries": "varlen unequal, causal, fp32",
@@ -89,6 +109,7 @@ FAULTS = {
     "tail weighted by 0": "decode, grouped, fp32",
     "pages in order": "decode, 4 queries, causal, pages of 17",
     "page repeated": "decode, 4 queries, causal, pages of 17",
+    "stale page": "decode, 4 queries, causal, pages of 17",
     "page stride from sizes": "decode, strided, pages of 16, fp32",
     "new keys not appended": "decode, append, pages of 16, fp32",
     "k_scale dropped": "decode, int8 cache",
@@ -96,9 +117,15 @@ FAULTS = {
     "writes into q": "strides: gapped, bhsd",
     # backward
     "delta missing": "hand: full",
+    "delta of the wrong sign": "hand: full",
+    "dS without probs": "hand: full",
+    "probs not normalised in backward": "hand: full",
     "lse cotangent ignored": "rows without keys, fp32",
     "dq not scaled": "hand: full",
     "dk not scaled": "hand: full",
+    "dq scaled twice": "hand: full",
+    "dk scaled twice": "hand: full",
+    "dk, dv of the last query tile": "size: 97",
     "dq overwritten by each tile": "size: 97",
     "last tile missing in dq": "size: 97",
     "dk, dv of one query head": "hand: two query heads*",
@@ -116,12 +143,15 @@ FAULTS = {
 
 
 class Mutant:
-    """Tiled attention with one fault ("" for none, which is right). It runs every case."""
+    """Tiled attention with one fault ("" for none, which is right). It runs every case.
 
-    def __init__(self, fault: str = "") -> None:
+    ``tile_kv``: keys of a tile, and queries where a fault is one of query tiles; ``split_kv``: keys of a partial
+    result, 0 for one of all keys. Raises ``ValueError`` for a fault that is not in ``FAULTS``."""
+
+    def __init__(self, fault: str = "", *, tile_kv: int = tiled.TILE, split_kv: int = tiled.SPLIT) -> None:
         if fault and fault not in FAULTS:
             raise ValueError(f"fault: was {fault!r}, must be '' or one of FAULTS")
-        self.fault = fault
+        self.fault, self.tile_kv, self.split_kv = fault, tile_kv, split_kv
         self.name = f"mutant: {fault or 'none'}"
         self._calls = 0
 
@@ -156,7 +186,8 @@ class Mutant:
             q, k, v = (_as_if_contiguous(x) for x in (q, k, v))
         if layout == "bshd":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        outs, lses = self._attend_all([(q[b], k[b], v[b]) for b in range(q.shape[0])], **rest)
+        own = [0] * q.shape[0] if self.has("K and V of sequence 0") else list(range(q.shape[0]))
+        outs, lses = self._attend_all([(q[b], k[own[b]], v[own[b]]) for b in range(q.shape[0])], **rest)
         if not outs:
             shape = (0, *q.shape[1:3], v.shape[-1])
             empty = q.new_zeros(shape if layout == "bhsd" else (0, shape[2], shape[1], shape[3]))
@@ -227,6 +258,8 @@ class Mutant:
         pages = list(range(count)) if self.has("pages in order") else page_table[b, :count].tolist()
         if self.has("page repeated") and count > 1:
             pages[-1] = pages[0]
+        if self.has("stale page") and count:
+            pages[-1] = int(page_table[b - 1, 0])
         rows = cache[pages].flatten(0, 1)
         return rows if whole else rows[:length]
 
@@ -250,7 +283,7 @@ class Mutant:
         scores: tuple[Any, ...],
         scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        if scale is None:
+        if scale is None or self.has("scale argument ignored"):
             scale = (v if self.has("scale of head_dim_v") else q).shape[-1] ** -0.5
         seq_q, seq_kv = q.shape[1], k.shape[1]
         biases: dict[int, Tensor] = {}
@@ -264,7 +297,8 @@ class Mutant:
             elif isinstance(score, Sink):
                 sink = score.logits
         # A sequence's own length aligns its masks, also under faults that load more than it.
-        m = tiled.Modifiers(self.has, scale, tiled.flatten_mask(mask), scores, b, seq_q, min(limit, seq_kv), limit)
+        masks, own = tiled.flatten_mask(mask), min(limit, seq_kv)
+        m = tiled.Modifiers(self.has, scale, masks, scores, b, seq_q, own, limit, self.tile_kv, self.split_kv)
         m.dtype, m.biases = q.dtype, biases
         out, lse = tiled.Attend.apply(m, q, k, v, sink, *biases.values())  # type: ignore[no-untyped-call]
         return out, lse
