@@ -34,6 +34,7 @@ FAULTS = {
     "finite initial maximum": "stress: strongly negative, fp32",
     "first tile only": "stress: rising maximum, fp32",
     "last tile only": "stress: falling maximum, fp32",
+    "accumulator overwritten by each tile": "stress: normal, fp32",
     "rescaled after adding": "stress: rising maximum, fp32",
     "exp2 for exp": "hand: full",
     "first key dropped": "hand: full",
@@ -62,6 +63,7 @@ FAULTS = {
     "causal upside down": "hand: causal",
     "causal by tile": "hand: causal",
     "aligned top-left": "hand: two queries*",
+    "aligned bottom-right": "causal top-left: 40 on 100",
     "window one short": "hand: window*",
     "window one long": "hand: window*",
     "window without left end": "hand: window*",
@@ -73,6 +75,7 @@ FAULTS = {
     "hidden scores are 0": "hand: causal",
     "hidden scores are -10000": "rows without keys, fp32",
     "empty rows give NaN": "rows without keys, fp32",
+    "hidden tiles give NaN": "rows without keys, fp32",
     "empty rows give the mean": "rows without keys, fp32",
     "finite lse of empty rows": "rows without keys, fp32",
     # LSE and score modifiers
@@ -146,7 +149,7 @@ class Mutant:
     """Tiled attention with one fault ("" for none, which is right). It runs every case.
 
     ``tile_kv``: keys of a tile, and queries where a fault is one of query tiles; ``split_kv``: keys of a partial
-    result, 0 for one of all keys. Raises ``ValueError`` for a fault that is not in ``FAULTS``."""
+    result, 0 for one of all keys, -n for n equal ones. Raises ``ValueError`` for a fault that is not in ``FAULTS``."""
 
     def __init__(self, fault: str = "", *, tile_kv: int = tiled.TILE, split_kv: int = tiled.SPLIT) -> None:
         if fault and fault not in FAULTS:

@@ -38,7 +38,7 @@ class Modifiers:
     seq_kv: int
     limit: int  # keys of the sequence; more may have been loaded
     tile_kv: int = TILE
-    split_kv: int = SPLIT  # keys of a partial result; 0 for one of all keys
+    split_kv: int = SPLIT  # keys of a partial result; 0 for one of all keys, -n for n equal ones
     biases: dict[int, Tensor] = field(default_factory=dict)  # by place among the scores, (heads_q, seq_q, seq_kv)
     shown: Tensor = field(default_factory=lambda: torch.empty(0))  # what the masks let through of the last tile
 
@@ -129,8 +129,9 @@ class Modifiers:
                 own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
                 shown = shown & own[:, : self.seq_q, int(j.min()) : int(j.max()) + 1]
             elif isinstance(mask, Causal | Window):
-                if mask.align == "top-left" or has("aligned top-left"):
+                if mask.align == "top-left" and not has("aligned bottom-right"):
                     shift = 0
+                shift = 0 if has("aligned top-left") else shift
                 left, right = (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
                 shown = shown & self._bounds(i + shift, j, left, right, isinstance(mask, Causal))
             else:
@@ -167,7 +168,7 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
         return torch.softmax(s, 1).nan_to_num(0) @ v, torch.logsumexp(s, -1)
     # Partial results are merged in fp32, which would hide what fp16 accumulators lose over many keys.
     whole = has("fp16 accumulation") or has("sum in low precision") or not m.split_kv
-    size = k.shape[1] if whole else m.split_kv
+    size = k.shape[1] if whole else m.split_kv if m.split_kv > 0 else -(k.shape[1] // m.split_kv)
     parts = [_split(m, q, k[:, a : a + size], v[:, a : a + size], a) for a in range(0, k.shape[1], size or 1)]
     if sink is not None and not has("sink ignored"):
         logits = (sink * m.scale if has("sink scaled") else sink).view(-1, 1).expand(rows).to(q.dtype)
@@ -189,7 +190,8 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
     if has("splits summed"):
         weights, total = torch.ones_like(weights), torch.ones_like(total)
     out = sum((w[..., None] * part[0] for w, part in zip(weights, parts, strict=True)), q.new_zeros(()))
-    return out / torch.where(total == 0, 1, total)[..., None], lse
+    empty = total if has("empty rows give NaN") else torch.where(total == 0, 1, total)
+    return out / empty[..., None], lse
 
 
 def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -208,13 +210,14 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         new_top = torch.maximum(top, s.amax(-1, keepdim=True))
         if has("maximum not subtracted"):
             new_top = torch.zeros_like(new_top)
-        safe = new_top if has("empty rows give NaN") else torch.where(new_top == -torch.inf, 0, new_top)
+        safe = new_top if has("hidden tiles give NaN") else torch.where(new_top == -torch.inf, 0, new_top)
         exp = torch.exp2 if has("exp2 for exp") else torch.exp
         p = exp(s - safe)
         alpha = exp(safe - top) if has("rescaled upside down") and first > 0 else exp(top - safe)
         total = total * (1 if has("sum not rescaled") else alpha) + p.sum(-1, keepdim=True)
         total = total.to(m.dtype).to(total.dtype) if has("sum in low precision") else total
         acc = acc * (1 if has("accumulator not rescaled") or has("rescaled after adding") else alpha)
+        acc = acc * (0 if has("accumulator overwritten by each tile") else 1)
         p = p[..., : v[:, keys].shape[1]]
         p = p * m.shown if has("masked after softmax") else p
         p = p.to(torch.float8_e4m3fn).to(p.dtype) if has("probs in fp8") else p.to(m.dtype).to(p.dtype)
@@ -222,7 +225,7 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         acc = _accumulate_fp16(acc, p, v[:, keys]) if low else acc + p @ v[:, keys]
         acc = acc * alpha if has("rescaled after adding") and first > 0 else acc
         top = new_top
-    safe_total = total if has("empty rows give NaN") else torch.where(total == 0, 1, total)
+    safe_total = total if has("hidden tiles give NaN") else torch.where(total == 0, 1, total)
     out = acc if has("not divided by the sum") else acc / safe_total
     lse = torch.where(total == 0, -30000.0 if has("finite lse of empty rows") else -torch.inf, top + torch.log(total))
     return out, lse.squeeze(-1)
@@ -342,7 +345,7 @@ class Attend(torch.autograd.Function):
             wide = [_in_tf32(x) for x in wide]
         out, lse = forward(m, wide[0], wide[1], wide[2], None if sink is None else sink.to(compute))
         ctx.m, ctx.sink, ctx.dtypes, ctx.heads_kv = m, sink, (q.dtype, k.dtype, v.dtype), k.shape[0]
-        if m.has("tail rows unwritten"):
+        if m.has("tail rows unwritten") and m.seq_q > m.tile_kv:
             out[:, m.seq_q // m.tile_kv * m.tile_kv :] = 0
         rounded = out.to(q.dtype)
         ctx.saved = (*wide, rounded.to(compute), lse)

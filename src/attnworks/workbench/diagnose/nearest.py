@@ -11,14 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from attnworks.masks import Causal
+from attnworks.scores import ALiBi, Bias
 from attnworks.workbench import tiled
 from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Probe, probes
 from attnworks.workbench.mutants import FAULTS, Mutant
-from attnworks.workbench.subjects import Subject
+from attnworks.workbench.inputs import Inputs
+from attnworks.workbench.oracle import visible
+from attnworks.workbench.subjects import Outcome, Subject
 
 Progress = Callable[[str, int, int], None]
 
@@ -30,6 +35,7 @@ TILED = (
     "rescaled after adding",
     "first tile only",
     "last tile only",
+    "accumulator overwritten by each tile",
     "last partial tile dropped",
     "tail keys unmasked",
     "tail rows unwritten",
@@ -39,9 +45,26 @@ TILED = (
     "padding scored 0 in backward",
     "dk, dv of the last query tile",
 )
+# Faults that show elsewhere in kernels that take masks and biases as tensors.
+WRITTEN = (
+    "causal hides itself",
+    "causal shows the next",
+    "causal ignored",
+    "causal upside down",
+    "causal by tile",
+    "aligned top-left",
+    "aligned bottom-right",
+    "mask of head 0",
+    "boolean mask inverted",
+    "boolean mask ignored",
+    "bias ignored",
+    "bias scaled",
+    "bias of head 0",
+    "bias of sequence 0",
+)
 SPLIT = ("splits averaged", "splits summed")
-TILE_SIZES = (8, 16, 32, 48, 64, 96, 128, 256)
-# Where sizes show; variants in size are compared on these alone.
+TILE_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
+# Where sizes show.
 TILE_PROBES = ("off the tile", "lengths apart", "rising maximum", "falling maximum", "strongly negative", "causal")
 SMALL = 0.03  # relative errors below this are roundings: their size is compared, not their values
 WEIGHTS = {"out": 1.0}
@@ -62,19 +85,39 @@ class Variant:
     fault: str
     tile_kv: int = tiled.TILE
     split_kv: int = tiled.SPLIT
+    written: bool = False  # masks and ALiBi as SDPA takes them: tensors
 
     @property
     def usual(self) -> bool:
         return (self.tile_kv, self.split_kv) == (tiled.TILE, tiled.SPLIT)
 
     def subject(self) -> Mutant:
-        return Mutant(self.fault, tile_kv=self.tile_kv, split_kv=self.split_kv)
+        kind = _Written if self.written else Mutant
+        return kind(self.fault, tile_kv=self.tile_kv, split_kv=self.split_kv)
+
+
+class _Written(Mutant):
+    """A mutant that is called as SDPA is: ``is_causal`` where that says it, else masks and ALiBi as tensors."""
+
+    def __call__(self, inputs: Inputs, **options: Any) -> Outcome:
+        case = inputs.case
+        square = case.seq_q == case.seq_kv
+        own = all(isinstance(m, Causal) and (square or m.align == "top-left") for m in inputs.masks)
+        if case.form == "dense" and inputs.masks and not (own and not inputs.scores and len(inputs.masks) == 1):
+            inputs.masks = [torch.stack([visible(inputs, b) for b in range(case.batch)])]
+        if case.form == "dense":
+            behind = (torch.arange(case.seq_q)[:, None] + case.seq_kv - case.seq_q - torch.arange(case.seq_kv)).abs()
+            inputs.scores = [
+                Bias(-s.slopes.view(-1, case.heads_q, 1, 1) * behind) if isinstance(s, ALiBi) else s
+                for s in inputs.scores
+            ]
+        return super().__call__(inputs, **options)
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A known fault and how far it is from the subject: 0 answers alike everywhere, 1 shares nothing with it.
-    ``tile``: the tile or split size that fits best, 0 where none matters."""
+    ``tile``: the tile or split size that fits best, -n for n splits, 0 where none matters."""
 
     fault: str
     distance: float
@@ -89,8 +132,11 @@ def variants(faults: Iterable[str] = tuple(FAULTS)) -> list[Variant]:
         found.append(Variant(fault))
         if fault in TILED:
             found += [Variant(fault, size, 0) for size in TILE_SIZES]
+        if fault in WRITTEN:
+            found.append(Variant(fault, written=True))
         if fault in SPLIT:
             found += [Variant(fault, min(size, 32), size) for size in TILE_SIZES]
+            found += [Variant(fault, split_kv=-parts) for parts in (2, 3, 4, 8)]
     return found
 
 
@@ -104,11 +150,13 @@ class Corpus:
 
     def observe(self, subject: Subject, progress: Progress | None = None) -> list[Observation]:
         """A subject's answers to every probe."""
-        found = []
-        for done, bench in enumerate(self.benches):
+        found = [Observation(refused="the fault shows on shorter ones") for _ in self.benches]
+        for done, place in enumerate(sorted(range(len(found)), key=lambda n: self.benches[n].long)):
+            bench = self.benches[place]
             if progress:
                 progress(f"asking: {bench.probe.name}", done, len(self.benches))
-            found.append(bench.observe(subject, properties=bench.probe.name in STEADINESS))
+            if not bench.long or not any(one.failed for one in found):
+                found[place] = bench.observe(subject, properties=bench.probe.name in STEADINESS)
         return found
 
     def rank(self, seen: Sequence[Observation], progress: Progress | None = None) -> list[Candidate]:
@@ -168,9 +216,8 @@ class _Table:
 
     def __init__(self, bench: Bench, chosen: Sequence[Variant]) -> None:
         self.bench, self.chosen = bench, chosen
-        asked, sizes_tell, count = _asked(bench), bench.probe.name in TILE_PROBES, len(chosen)
-        self.counts = torch.tensor([sizes_tell or v.usual for v in chosen])
-        self.unknown = torch.tensor([v.fault in asked for v in chosen]) & self.counts
+        count, asked = len(chosen), {written: _asked(bench, written) for written in (False, True)}
+        self.unknown = torch.tensor([v.fault in asked[v.written] for v in chosen])
         self.rows = {name: _Rows(bench.right(name), count) for name in bench.truths}
         self.changes, self.writes = torch.zeros(2, count, dtype=torch.bool)
 
@@ -185,7 +232,7 @@ class _Table:
         for name, answer in seen.answers.items():
             rows = self.rows[name]
             failed = rows.failed[index]
-            counts = self.counts[index] & (failed | answer.failed)
+            counts = failed | answer.failed
             if name not in ("out", "lse"):
                 counts &= ~out_wrong
             both = counts & failed & answer.failed
@@ -246,11 +293,11 @@ class _Rows:
         return (1 + jaccard + values) / 3
 
 
-def _asked(bench: Bench) -> set[str]:
+def _asked(bench: Bench, written: bool) -> set[str]:
     """The faults that the tiled kernel comes by on its way through a probe: with any other it answers rightly."""
     asked: set[str] = set()
 
-    class Listener(Mutant):
+    class Listener(_Written if written else Mutant):  # type: ignore[misc]
         def has(self, fault: str) -> bool:
             asked.add(fault)
             return False

@@ -8,8 +8,7 @@ rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,11 +50,13 @@ def _probes() -> tuple[Case, ...]:
         _case("fp16", 64, 128, dtype=FP16, **grads),
         _case("bf16", 64, 128, dtype=BF16, **grads),
         _case("large scores in bf16", 64, 128, dtype=BF16, generator="large scores"),
-        _case("4k keys in fp16", 3, 4_107, dtype=FP16),
-        _case("4k keys in bf16", 3, 4_107, dtype=BF16),
+        _case("16k keys in fp16", 3, 16_411, dtype=FP16),
+        _case("16k keys in bf16", 3, 16_411, dtype=BF16),
         _case("causal", 130, 130, batch=2, **causal),
         _case("causal, few queries", 40, 100, **causal),
-        _case("causal, rows without keys", 100, 40, lse_cotangent=True, **causal),
+        _case("causal, rows without keys", 100, 40, **causal),
+        _case("causal from the top left", 40, 100, mask=(Causal("top-left"),), **grads),
+        _case("gradient of the lse", 40, 72, lse_cotangent=True, **grads),
         _case("window", 100, 100, mask=(Window(7, 5),), **grads),
         _case("boolean mask", 33, 70, batch=2, mask=(BooleanRule("bhqk", empty_row=True),), **grads),
         _case("6 heads on 3", 40, 72, batch=2, heads_q=6, heads_kv=3, **grads),
@@ -147,6 +148,7 @@ class Bench:
         self.probe = probe
         answers = Answers(probe.case)
         found = answers.gradients if probe.case.gradients else answers.forward
+        self.long = probe.case.seq_kv > 1000
         self.truths = {name: _truth(standard) for name, standard in found.items()}
 
     def observe(self, subject: Subject, *, properties: bool = True) -> Observation:
@@ -254,10 +256,3 @@ def _sampled(part: Tensor) -> Tensor:
     row = torch.arange(part.numel() // channels)
     return row * channels + (row * 7) % channels
 
-
-Factory = Callable[[], Subject]
-
-
-def with_case(case: Case) -> Probe:
-    """A probe of any case."""
-    return Probe(replace(case))
