@@ -20,7 +20,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("dispatch",),
     ("ops",),
     ("api",),
-    ("workbench", "integrations"),
+    ("workbench", "integrations", "testing"),
 ]
 ORDER = {name: (layer, place) for layer, names in enumerate(LAYERS) for place, name in enumerate(names)}
 HEAVY = ("click", "rich", "platformdirs", "triton", "matplotlib", "jinja2", "openvino", "onnxruntime", "pytest")
