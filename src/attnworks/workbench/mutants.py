@@ -182,6 +182,22 @@ class Mutant:
             out = out * (1 + torch.finfo(out.dtype).eps * (len(inputs.case.sequences) % 2))
         return out, lse if return_lse else None
 
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Any = None,
+        scores: tuple[Any, ...] = (),
+        scale: float | None = None,
+        layout: str = "bhsd",
+        return_lse: bool = False,
+    ) -> Any:
+        """The mutant as a function, called as ``attnworks.attention`` is."""
+        out, lse = self._dense(q, k, v, layout, mask=mask, scores=scores, scale=scale)
+        return (out, lse) if return_lse else out
+
     # ---- the three forms: find each sequence's rows, attend, put the results back ------------------------------------
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, layout: str, **rest: Any) -> Outcome:

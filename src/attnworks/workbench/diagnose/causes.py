@@ -230,7 +230,9 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "A window shows all of the future.", _WINDOW, "The right bound where it is not causal."
         ),
         "mask of head 0": Cause(
-            "A mask with heads: only the first head is right.", "mask[b, h, i, j]", "The mask's head stride (0 or lost)."
+            "A mask with heads: only the first head is right.",
+            "mask[b, h, i, j]",
+            "The mask's head stride (0 or lost).",
         ),
         "boolean mask inverted": Cause(
             "A boolean mask: exactly the hidden keys are seen.",
@@ -275,28 +277,40 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
     },
     "LSE": {
-        "lse in base 2": Cause("LSE too large by a factor of 1.44 = 1/ln 2.", _LSE, "m and log2 l must both be times ln 2."),
+        "lse in base 2": Cause(
+            "LSE too large by a factor of 1.44 = 1/ln 2.", _LSE, "m and log2 l must both be times ln 2."
+        ),
         "lse not written": Cause("LSE is 0 (or what lay in memory).", _LSE, "The store, its mask and its strides."),
         "lse without the maximum": Cause("LSE is log l alone.", _LSE, "The maximum is missing in m + log l."),
     },
     "Sink, softcap, ALiBi, bias": {
         "sink ignored": Cause("With sinks: output too large, LSE too small.", _SINK, "exp(sink - m) missing in l."),
         "sink scaled": Cause("With sinks: as with a sink nearer 0.", _SINK, "The sink is in the units of S: no scale."),
-        "sink outside the maximum": Cause("Inf or NaN with a large sink.", _SINK, "m starts from the sink, or takes it in."),
-        "sink left out of the lse": Cause("With sinks: output right, LSE too small.", _SINK, "The LSE is of the l used."),
+        "sink outside the maximum": Cause(
+            "Inf or NaN with a large sink.", _SINK, "m starts from the sink, or takes it in."
+        ),
+        "sink left out of the lse": Cause(
+            "With sinks: output right, LSE too small.", _SINK, "The LSE is of the l used."
+        ),
         "softcap ignored": Cause("With a softcap: as without.", _CAP, "Is the cap passed on?"),
         "softcap by exponentials": Cause(
             "With a softcap: NaN for large scores.", _CAP, "tanh from exp overflows: use tanh, or 1 - 2/(exp(2x) + 1)."
         ),
-        "softcap before scale": Cause("With a softcap: wrong everywhere.", _CAP, "The cap's argument is the scaled score."),
+        "softcap before scale": Cause(
+            "With a softcap: wrong everywhere.", _CAP, "The cap's argument is the scaled score."
+        ),
         "softcap after mask": Cause(
             "Softcap with a mask: hidden keys come back as scores of -cap.", _CAP, "The order: cap first, then -inf."
         ),
         "alibi sign": Cause("ALiBi: far keys gain.", _ALIBI, "The sign of the slope."),
         "alibi from the first key": Cause(
-            "ALiBi: right where seq_q = seq_kv (or causal, where a row's shift cancels).", _ALIBI, "The origin seq_kv - seq_q."
+            "ALiBi: right where seq_q = seq_kv (or causal, where a row's shift cancels).",
+            _ALIBI,
+            "The origin seq_kv - seq_q.",
         ),
-        "alibi of the wrong head": Cause("ALiBi: heads have each other's slopes.", _ALIBI, "The index into the slopes."),
+        "alibi of the wrong head": Cause(
+            "ALiBi: heads have each other's slopes.", _ALIBI, "The index into the slopes."
+        ),
         "bias of head 0": Cause("A bias: only the first head is right.", _BIAS, "The bias's head stride."),
         "bias of sequence 0": Cause("A bias: only the first sequence is right.", _BIAS, "The bias's batch stride."),
         "bias scaled": Cause("A bias: as with a smaller one.", _BIAS, "The bias is added after the scale."),
@@ -316,7 +330,9 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             _GROUP,
             "K's and V's head offsets: each its own stride, one index.",
         ),
-        "K and V exchanged": Cause("Wrong everywhere; with K = V right.", "O = softmax(scale · Q Kᵀ) V", "The arguments' order."),
+        "K and V exchanged": Cause(
+            "Wrong everywhere; with K = V right.", "O = softmax(scale · Q Kᵀ) V", "The arguments' order."
+        ),
         "K and V of sequence 0": Cause(
             "Only the first sequence of the batch is right.", "K[b], V[b]", "The batch index or stride of K and V."
         ),
@@ -326,7 +342,9 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Strides worked out from sizes; a missing .contiguous().",
         ),
         "sequences not apart": Cause(
-            "Packed sequences: each sees its neighbours' keys.", "cu_seqlens[b] ≤ j < cu_seqlens[b + 1]", "Both offsets."
+            "Packed sequences: each sees its neighbours' keys.",
+            "cu_seqlens[b] ≤ j < cu_seqlens[b + 1]",
+            "Both offsets.",
         ),
         "key offsets from queries": Cause(
             "Packed sequences: right where queries and keys are equally long.",
@@ -352,19 +370,29 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "0 · NaN is NaN: mask the load of V, not only P.",
         ),
         "pages in order": Cause("Pages: right for one page of sequence 0.", _PAGES, "Is the page table read?"),
-        "page repeated": Cause("Pages: the last page is another.", _PAGES, "The index into the table in the last tile."),
+        "page repeated": Cause(
+            "Pages: the last page is another.", _PAGES, "The index into the table in the last tile."
+        ),
         "stale page": Cause(
-            "Pages: the newest keys are old ones, or another sequence's.", _PAGES, "The table's last entry is out of date."
+            "Pages: the newest keys are old ones, or another sequence's.",
+            _PAGES,
+            "The table's last entry is out of date.",
         ),
         "page stride from sizes": Cause(
             "Pages: right where pages lie close together.", _PAGES, "The page stride is the tensor's own."
         ),
         "new keys not appended": Cause(
-            "Decode with new keys: they do not count.", "cache[kv_lens[b] + n] = k_new[b, n] before reading", "The order."
+            "Decode with new keys: they do not count.",
+            "cache[kv_lens[b] + n] = k_new[b, n] before reading",
+            "The order.",
         ),
         "k_scale dropped": Cause("8-bit cache: weights wrong.", "K = k_scale · stored", "The scale of each KV head."),
-        "v_scale dropped": Cause("8-bit cache: off by a constant factor.", "V = v_scale · stored", "The scale in the end."),
-        "writes into q": Cause("An input is changed by the call.", "q, k and v are read only", "In-place operations on a view."),
+        "v_scale dropped": Cause(
+            "8-bit cache: off by a constant factor.", "V = v_scale · stored", "The scale in the end."
+        ),
+        "writes into q": Cause(
+            "An input is changed by the call.", "q, k and v are read only", "In-place operations on a view."
+        ),
     },
     "Gradients": {
         "delta missing": Cause(
@@ -383,13 +411,19 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Right unless the LSE takes part in the loss.", "dS = P ∘ (dP - delta + dLSE)", "delta - dLSE."
         ),
         "dq not scaled": Cause("dQ too large by 1/scale, dK and dV right.", _DQ, "The factor scale."),
-        "dk not scaled": Cause("dK too large by 1/scale, dQ and dV right.", _DK, "The factor scale (a scaled Q has it)."),
+        "dk not scaled": Cause(
+            "dK too large by 1/scale, dQ and dV right.", _DK, "The factor scale (a scaled Q has it)."
+        ),
         "dq scaled twice": Cause("dQ too small by the scale.", _DQ, "Scale in dS and again in dQ."),
         "dk scaled twice": Cause("dK too small by the scale.", _DK, "A scaled Q, and the scale again."),
         "dq overwritten by each tile": Cause(
-            "dQ wrong from two tiles of keys on: only the last one counts.", _DQ, "= for +=; an atomic add that is a store."
+            "dQ wrong from two tiles of keys on: only the last one counts.",
+            _DQ,
+            "= for +=; an atomic add that is a store.",
         ),
-        "last tile missing in dq": Cause("dQ lacks the last tile of keys.", _DQ, "The loop's bound; an unfinished last stage."),
+        "last tile missing in dq": Cause(
+            "dQ lacks the last tile of keys.", _DQ, "The loop's bound; an unfinished last stage."
+        ),
         "dk, dv of one query head": Cause(
             "Grouped heads: dK and dV too small, dQ right.", _DK, "The sum over the group's query heads."
         ),
@@ -408,7 +442,9 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "NaN in gradients if there are rows without keys.", _PBACK, "exp(S - (-inf)): guard LSE = -inf."
         ),
         "padding scored 0 in backward": Cause(
-            "NaN in dQ for very negative scores, seq_kv off the tile.", _PBACK, "exp(0 - LSE) of padding overflows: mask it."
+            "NaN in dQ for very negative scores, seq_kv off the tile.",
+            _PBACK,
+            "exp(0 - LSE) of padding overflows: mask it.",
         ),
         "dS in fp8": Cause("dQ and dK off by a few per cent.", "dS rounded to the input dtype", "The dtype of dS."),
     },

@@ -20,8 +20,8 @@ from attnworks.masks import Causal
 from attnworks.scores import ALiBi, Bias
 from attnworks.workbench import tiled
 from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Probe, probes
-from attnworks.workbench.mutants import FAULTS, Mutant
 from attnworks.workbench.inputs import Inputs
+from attnworks.workbench.mutants import FAULTS, Mutant
 from attnworks.workbench.oracle import visible
 from attnworks.workbench.subjects import Outcome, Subject
 
@@ -72,7 +72,7 @@ OTHERS = 0.5  # lse and gradients
 # The probes on which a call is repeated, and what it weighs that calls differ or change their inputs.
 STEADINESS = ("square", "off the tile", "gapped", "varlen", "cache")
 STEADINESS_WEIGHT = 20.0
-FIRST_PROBES, FINALISTS = 6, 24
+FIRST_PROBES, FINALISTS = 4, 16
 SIZE_PROBES, BEST_SIZES = 2, 2
 # Faults that show in what a second call returns or in what the first one left behind.
 UNSTEADY = ("changes from call to call", "writes into q")
@@ -158,6 +158,12 @@ class Corpus:
             if not bench.long or not any(one.failed for one in found):
                 found[place] = bench.observe(subject, properties=bench.probe.name in STEADINESS)
         return found
+
+    def try_size(self, tile_kv: int) -> None:
+        """Try the faults of tiles with one more tile size."""
+        if tile_kv not in TILE_SIZES:
+            self.variants += [Variant(fault, tile_kv, 0) for fault in TILED]
+            self._tables.clear()
 
     def rank(self, seen: Sequence[Observation], progress: Progress | None = None) -> list[Candidate]:
         """The faults that come near, the nearest first; none for a subject that fails nowhere.

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -40,8 +41,7 @@ FEATURES: dict[str, Feature] = {
     "with grouped heads": lambda case: case.heads_q != case.heads_kv,
     "with more than one sequence": lambda case: len(case.sequences) > 1,
     "with rows that see no key": lambda case: (
-        any(q > kv for q, kv in case.sequences)
-        and case.mask == (Causal(),)
+        (any(q > kv for q, kv in case.sequences) and case.mask == (Causal(),))
         or any(isinstance(m, BooleanRule) and m.empty_row for m in case.mask)
     ),
     "where seq_q differs from seq_kv": lambda case: any(q != kv for q, kv in case.sequences),
@@ -101,7 +101,7 @@ def _from_a_length_on(failing: list[Case], passing: list[Case]) -> list[str]:
 def in_tensors(benches: Sequence[Bench], seen: Sequence[Observation]) -> list[str]:
     """Which tensors, and where in them."""
     ran = [(b, s) for b, s in zip(benches, seen, strict=True) if s.answers]
-    wrong = {name: 0 for name in ("out", "lse", "dq", "dk", "dv", "dbias", "dsink")}
+    wrong = dict.fromkeys(("out", "lse", "dq", "dk", "dv", "dbias", "dsink"), 0)
     for _, s in ran:
         out_wrong = s.answers["out"].failed
         for name, answer in s.answers.items():
@@ -231,12 +231,9 @@ def weights(subject: Subject, case: Case) -> tuple[Tensor, Tensor]:
 def in_weights(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]) -> list[str]:
     """Which keys get wrong weights, on the first failing dense probes that tell."""
     for bench, s in zip(benches, seen, strict=True):
-        case = bench.probe.case
-        if case.form != "dense" or case.dtype != torch.float32 or case.generator not in ("normal", "rising maximum"):
+        if not _readable(bench, s):
             continue
-        if not s.answers or not s.answers["out"].failed:
-            continue
-        got, want = weights(subject, replace(case, gradients=False))
+        got, want = weights(subject, replace(bench.probe.case, gradients=False))
         if said := _about_weights(got, want):
             return [f"{what} ({bench.probe.name})" for what in said]
     return []
@@ -278,9 +275,32 @@ def _about_ratio(got: Tensor, want: Tensor) -> list[str]:
     steps = (ratio[:, 1:] / ratio[:, :-1] - 1).abs()
     if float(steps.nan_to_num(0).max()) < 1e-3:
         return ["each row's weights are the right ones times a factor of its own"]
-    jumps = (steps > 1e-2).sum(0)
-    where = (jumps > 0).nonzero().flatten() + 1
-    if len(where) and len(where) < ratio.shape[1] / 4:
-        period = int(torch.gcd(where, where.roll(1)).min()) if len(where) > 1 else int(where[0])
-        return [f"weights change by a factor at keys {', '.join(map(str, where[:4].tolist()))}: tiles of {period} keys"]
+    where = _jumps(steps)
+    if where:
+        listed = ", ".join(map(str, where[:4]))
+        return [f"weights change by a factor at keys {listed}: tiles of {math.gcd(*where)} keys"]
     return []
+
+
+def _jumps(steps: Tensor) -> list[int]:
+    """Keys at which the weights' error changes in steps, if these are few."""
+    where: list[int] = ((steps > 1e-2).any(0).nonzero().flatten() + 1).tolist()
+    return where if len(where) < steps.shape[1] / 4 else []
+
+
+def tile_size(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]) -> int:
+    """The tile of keys that a subject's wrong weights show by changing in steps; 0 where they do not."""
+    for bench, s in zip(benches, seen, strict=True):
+        if _readable(bench, s):
+            got, want = weights(subject, replace(bench.probe.case, gradients=False))
+            ratio = torch.where(want > 1e-7, got / want.clamp_min(1e-30), torch.nan).flatten(0, 1)
+            where = _jumps((ratio[:, 1:] / ratio[:, :-1] - 1).abs())
+            if where:
+                return math.gcd(*where)
+    return 0
+
+
+def _readable(bench: Bench, seen: Observation) -> bool:
+    case = bench.probe.case
+    plain = case.form == "dense" and case.dtype == torch.float32 and case.generator in ("normal", "rising maximum")
+    return plain and bool(seen.answers) and seen.answers["out"].failed

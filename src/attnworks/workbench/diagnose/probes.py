@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from attnworks.workbench.cases import AlibiRule, BiasRule, BooleanRule, Case, Si
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.metrics import Standard
 from attnworks.workbench.properties import same_bits
-from attnworks.workbench.subjects import Subject
+from attnworks.workbench.subjects import Declined, Subject
 from attnworks.workbench.verify import Answers
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -35,7 +36,12 @@ def _probes() -> tuple[Case, ...]:
     grads: dict[str, Any] = {"gradients": True}
     causal: dict[str, Any] = {"mask": (Causal(),), **grads}
     heads: dict[str, Any] = {"batch": 2, "heads_q": 4, "heads_kv": 4, **grads}
-    varlen: dict[str, Any] = {"form": "varlen", "lengths": ((5, 50), (64, 10), (1, 90)), "spare": 6, "mask": (Causal(),)}
+    varlen: dict[str, Any] = {
+        "form": "varlen",
+        "lengths": ((5, 50), (64, 10), (1, 90)),
+        "spare": 6,
+        "mask": (Causal(),),
+    }
     decode: dict[str, Any] = {"form": "decode", "heads_q": 4, "lengths": ((1, 1), (1, 200), (1, 77))}
     few: dict[str, Any] = {"lengths": ((4, 4), (4, 150), (4, 77)), "mask": (Causal(),), "heads_q": 2}
     return (
@@ -146,10 +152,13 @@ class Bench:
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
-        answers = Answers(probe.case)
-        found = answers.gradients if probe.case.gradients else answers.forward
         self.long = probe.case.seq_kv > 1000
-        self.truths = {name: _truth(standard) for name, standard in found.items()}
+
+    @cached_property
+    def truths(self) -> dict[str, Truth]:
+        answers = Answers(self.probe.case)
+        found = answers.gradients if self.probe.case.gradients else answers.forward
+        return {name: _truth(standard) for name, standard in found.items()}
 
     def observe(self, subject: Subject, *, properties: bool = True) -> Observation:
         """Run a subject once, twice where ``properties`` asks whether calls repeat and leave their inputs alone."""
@@ -170,9 +179,9 @@ class Bench:
                 if self.probe.case.new_keys:
                     seen.writes = False  # an append may well be in place
                 again = _forward(subject, before)
-                seen.changes = any(
-                    not same_bits(a, b) for n in first for a, b in zip(first[n], again[n], strict=True)
-                )
+                seen.changes = any(not same_bits(a, b) for n in first for a, b in zip(first[n], again[n], strict=True))
+        except Declined as error:
+            return Observation(refused=str(error))
         except Exception as error:  # whatever a kernel under test raises
             return Observation(raised=f"{type(error).__name__}: {error}")
         return seen
@@ -255,4 +264,3 @@ def _sampled(part: Tensor) -> Tensor:
     channels = part.shape[-1]
     row = torch.arange(part.numel() // channels)
     return row * channels + (row * 7) % channels
-
