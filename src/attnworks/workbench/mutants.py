@@ -9,7 +9,7 @@ into is in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,7 +21,7 @@ from attnworks.workbench import catalogue, properties, tiled
 from attnworks.workbench.cases import Case
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.subjects import Outcome
-from attnworks.workbench.verify import Answers, Progress, fresh_memory_poisoned, verify_case, verify_properties
+from attnworks.workbench.verify import Answers, Progress, Result, fresh_memory_poisoned, verify_case, verify_properties
 
 # Each fault and the cases on which it should show, tried first; the other quick cases follow.
 FAULTS = {
@@ -205,8 +205,8 @@ class Mutant:
             q, k, v = (_as_if_contiguous(x) for x in (q, k, v))
         if layout == "bshd":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        own = [0] * q.shape[0] if self.has("K and V of sequence 0") else list(range(q.shape[0]))
-        outs, lses = self._attend_all([(q[b], k[own[b]], v[own[b]]) for b in range(q.shape[0])], **rest)
+        source = [0] * q.shape[0] if self.has("K and V of sequence 0") else list(range(q.shape[0]))
+        outs, lses = self._attend_all([(q[b], k[source[b]], v[source[b]]) for b in range(q.shape[0])], **rest)
         if not outs:
             shape = (0, *q.shape[1:3], v.shape[-1])
             empty = q.new_zeros(shape if layout == "bhsd" else (0, shape[2], shape[1], shape[3]))
@@ -316,8 +316,8 @@ class Mutant:
             elif isinstance(score, Sink):
                 sink = score.logits
         # A sequence's own length aligns its masks, also under faults that load more than it.
-        masks, own = tiled.flatten_mask(mask), min(limit, seq_kv)
-        m = tiled.Modifiers(self.has, scale, masks, scores, b, seq_q, own, limit, self.tile_kv, self.split_kv)
+        masks, length = tiled.flatten_mask(mask), min(limit, seq_kv)
+        m = tiled.Modifiers(self.has, scale, masks, scores, b, seq_q, length, limit, self.tile_kv, self.split_kv)
         m.dtype, m.biases = q.dtype, biases
         out, lse = tiled.Attend.apply(m, q, k, v, sink, *biases.values())  # type: ignore[no-untyped-call]
         return out, lse
@@ -336,15 +336,17 @@ def _as_if_contiguous(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kill:
-    """What caught a mutant first: "" where nothing did; ``detail`` is the failure's message."""
+    """What caught a mutant first: "" where nothing did; ``checks`` are all that do on that case, ``detail`` is the
+    failure's message."""
 
     fault: str
     case: str
     check: str
     detail: str
+    checks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {"fault": self.fault, "case": self.case, "check": self.check, "detail": self.detail}
+        return asdict(self)
 
 
 def kill_table(faults: Iterable[str] = tuple(FAULTS), *, seed: int = 0, progress: Progress | None = None) -> list[Kill]:
@@ -367,8 +369,13 @@ def _hunt(mutant: Mutant, cases: Iterable[Case], answers: dict[str, Answers]) ->
         results = verify_case(mutant, answers[case.name])
         if case.name in properties.CASES and not any(r.status == "failed" for r in results):
             results = verify_properties(mutant, case)
-        failed = next((r for r in results if r.status == "failed"), None)
+        failed = [r for r in results if r.status == "failed"]
         if failed:
-            checks = (f"{m.tensor} {c.name}" for m in failed.measures for c in m.checks if not c.passed)
-            return Kill(mutant.fault, case.name, next(checks, failed.check), failed.message)
+            checks = [name for r in failed for name in _failed_checks(r)]
+            return Kill(mutant.fault, case.name, checks[0], failed[0].message, tuple(dict.fromkeys(checks)))
     return Kill(mutant.fault, "", "", "survived")
+
+
+def _failed_checks(result: Result) -> list[str]:
+    measured = [f"{m.tensor} {c.name}" for m in result.measures for c in m.checks if not c.passed]
+    return measured or [result.check]

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from attnworks.workbench import catalogue
 from attnworks.workbench.cli import output
-from attnworks.workbench.diagnose import Diagnosis
+from attnworks.workbench.diagnose import Diagnosis, kills
 from attnworks.workbench.diagnose import diagnose as run
 from attnworks.workbench.diagnose.explain import explain
 from attnworks.workbench.diagnose.script import standalone
@@ -26,6 +26,9 @@ from attnworks.workbench.subjects import Subject
 @click.option("--case", "cases", multiple=True, help="Failing cases of verify, asked beside the probes.")
 @click.option("--seed", default=0, show_default=True, help="Of the random inputs.")
 @click.option("--script", type=click.Path(path_type=Path), help="Write the smallest failing input to this file.")
+@click.option("--kill-table", is_flag=True, help="Diagnose every known fault, and show which checks catch it.")
+@click.option("--seeds", default=1, show_default=True, type=click.IntRange(min=1), help="Seeds of the kill table.")
+@click.option("--write", type=click.Path(path_type=Path), help="Write the kill table to this file (Markdown).")
 @output.json_option
 def diagnose(
     target: str | None,
@@ -34,6 +37,9 @@ def diagnose(
     cases: tuple[str, ...],
     seed: int,
     script: Path | None,
+    kill_table: bool,
+    seeds: int,
+    write: Path | None,
     as_json: bool,
 ) -> None:
     """Find out what is wrong with an attention kernel: TARGET is package.module:function or path/file.py:function.
@@ -43,6 +49,9 @@ def diagnose(
     """
     if mutant == "list":
         click.echo("\n".join(FAULTS))
+        return
+    if kill_table:
+        _kill_table(seeds, write, as_json)
         return
     if (target is None) == (mutant is None):
         raise click.UsageError("name either a kernel (package.module:function) or a --mutant")
@@ -58,6 +67,25 @@ def diagnose(
     else:
         _print(found, script if text else None)
     sys.exit(0 if found.right else 1)
+
+
+def _kill_table(seeds: int, write: Path | None, as_json: bool) -> None:
+    with output.progress() as report:
+        rows = kills.table(seeds=seeds, progress=report)
+        by_output = kills.rank(tuple(FAULTS), output_only=True, progress=report) if write else []
+    if write:
+        write.write_text(kills.page(rows, by_output), encoding="utf-8")
+    if as_json:
+        output.print_json([row.to_json() for row in rows])
+    else:
+        listed = output.table("fault", "caught by", "rank", "distance", "rival", text_columns=2)
+        for row in rows:
+            check = row.kills[0].check if row.caught else "nothing"
+            distance = max(found.distance for found in row.ranks)
+            listed.add_row(row.fault, check, row.ranks_in_words(), f"{distance:.2f}", row.ranks[0].rival)
+        caught, named = sum(row.caught for row in rows), sum(row.named for row in rows)
+        output.print_table(f"of {len(rows)} faults {caught} are caught, {named} named first or second", listed)
+    sys.exit(0 if all(row.caught for row in rows) else 1)
 
 
 def _subject(target: str | None, convention: str | None, mutant: str | None) -> Subject:

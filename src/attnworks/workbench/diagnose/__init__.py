@@ -22,6 +22,7 @@ from attnworks.workbench.verify import fresh_memory_poisoned, verify
 # Calibrated on wrong kernels by other hands and on pairs of faults (docs/diagnose.md): nearer than NEAR, and by GAP
 # nearer than the next one, the nearest fault was the right one; beyond FAR it was no better than a guess.
 NEAR, FAR, GAP = 0.35, 0.6, 0.08
+MOST = 0.9  # of what the kernel gets wrong, for a fault to be named without reserve
 
 
 @dataclass
@@ -49,7 +50,8 @@ class Diagnosis:
             return ""
         first = self.candidates[0].distance
         rival = self.candidates[1].distance if len(self.candidates) > 1 else 1.0
-        return "sure" if first <= NEAR and rival - first >= GAP else "likely"
+        explained = self.candidates[0].explained >= MOST * self.candidates[0].wrong
+        return "sure" if first <= NEAR and rival - first >= GAP and explained else "likely"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -74,9 +76,12 @@ def diagnose(
     progress: Progress | None = None,
     corpus: Corpus | None = None,
 ) -> Diagnosis:
-    """Find out what is wrong with a kernel. ``cases``: failing ones, asked beside the probes; where neither they nor the
-    probes fail, the quick cases of ``verify`` are searched for one. ``corpus``: to use again what another diagnosis
-    worked out, of the same seed and cases."""
+    """Find out what is wrong with a kernel.
+
+    ``cases``: failing ones, asked beside the probes; where neither they nor the probes fail, the quick cases of
+    ``verify`` are searched for one. ``corpus``: to use again what another diagnosis worked out, of the same seed and
+    cases.
+    """
     chosen = (*probes(seed), *(Probe(case.with_seed(seed)) for case in cases))
     shared, corpus = corpus is not None, corpus or Corpus(chosen)
     with fresh_memory_poisoned():

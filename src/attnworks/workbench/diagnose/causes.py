@@ -1,7 +1,6 @@
 """What each known fault looks like, the line of maths it breaks, and where to look: the experience behind ``diagnose``.
 
-``CAUSES`` has an entry for every fault of ``mutants.FAULTS``; docs/symptoms.md is this table, written by
-``symptoms_page``.
+``CAUSES`` has an entry for every fault of ``mutants.FAULTS``; docs/symptoms.md is this table (``symptoms.py``).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Is acc multiplied by α = exp(m_old - m_new) in every tile, before P V is added?",
         ),
         "sum not rescaled": Cause(
-            "Right on one tile of keys; on more the output is too small by a factor of its own in every row; LSE wrong.",
+            "Right on one tile of keys; on more each row is too small by a factor of its own; LSE wrong.",
             _RESCALE,
             "Is the running sum multiplied by the same α as the accumulator?",
         ),

@@ -77,7 +77,8 @@ def on_which(benches: Sequence[Bench], seen: Sequence[Observation]) -> list[str]
         return []
     if not passing:
         return [f"fails on all {len(failing)} probes"]
-    exact, shared = [], []
+    exact: list[str] = []
+    shared: list[str] = []
     for name, feature in FEATURES.items():
         if all(map(feature, failing)):
             (shared if any(map(feature, passing)) else exact).append(name)
