@@ -1,8 +1,8 @@
 """The nearest mutant: which known fault answers the probes as the subject does.
 
-For one tensor of one probe, two kernels of which only one is wrong are 1 apart. Where both are wrong, three things
-count alike: that they are, on which elements (Jaccard), and by what (the share of the errors that agrees); what is
-equal in all three is 0 apart. Where neither is wrong nothing is learned. The distance is the mean over everything that
+For one tensor of one probe, two kernels of which only one is wrong are 1 apart. Where both are wrong,
+it counts that they are, on which elements (Jaccard) and, twice, by what (the share of the errors that agrees, beyond
+what errors agree in by chance); what is equal in all three is 0 apart. Where neither is wrong nothing is learned. The distance is the mean over everything that
 either gets wrong. Gradients count only where the output is right: what is wrong in them otherwise follows from it, in
 a different way in every implementation.
 """
@@ -66,6 +66,7 @@ SPLIT = ("splits averaged", "splits summed")
 TILE_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
 # Where sizes show.
 TILE_PROBES = ("off the tile", "lengths apart", "rising maximum", "falling maximum", "strongly negative", "causal")
+CHANCE = 0.25  # what errors that have nothing to do with each other agree in
 SMALL = 0.03  # relative errors below this are roundings: their size is compared, not their values
 WEIGHTS = {"out": 1.0}
 OTHERS = 0.5  # lse and gradients
@@ -296,7 +297,8 @@ class _Rows:
         small = (relative < SMALL) & (answer.relative < SMALL)
         values = torch.where(small, torch.maximum(values, size), values)
         jaccard = torch.where(small, torch.maximum(jaccard, size), jaccard)
-        return (1 + jaccard + values) / 3
+        values = ((values - CHANCE) / (1 - CHANCE)).clamp_min(0)
+        return (1 + jaccard + 2 * values) / 4
 
 
 def _asked(bench: Bench, written: bool) -> set[str]:
