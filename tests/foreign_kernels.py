@@ -254,7 +254,8 @@ FOREIGN: list[tuple[Foreign, tuple[str, ...]]] = [
         for fault in (
             "aligned bottom-right", "causal ignored", "causal shows the next", "causal hides itself",
             "boolean mask ignored", "boolean mask inverted", "KV head by remainder", "scale missing", "scale twice",
-            "scale of head_dim_v", "scale argument ignored", "K and V exchanged", "scores rounded", "softcap ignored", "bias ignored",
+            "scale of head_dim_v", "scale argument ignored", "K and V exchanged", "scores rounded",
+            "softcap ignored", "bias ignored",
             "bias of head 0", "masked after softmax", "hidden scores are 0", "maximum not subtracted",
             "softmax over queries", "empty rows give NaN", "probs in fp8", "not divided by the sum",
         )

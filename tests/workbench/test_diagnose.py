@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from foreign_kernels import FOREIGN, Foreign, blocked, naive
 
 from attnworks.workbench.cli import main
 from attnworks.workbench.diagnose import diagnose, symptoms
@@ -20,6 +19,7 @@ from attnworks.workbench.diagnose.probes import Bench, Probe, probes
 from attnworks.workbench.diagnose.script import standalone
 from attnworks.workbench.diagnose.shrink import shrink
 from attnworks.workbench.mutants import FAULTS, Mutant
+from foreign_kernels import FOREIGN, Foreign, blocked, naive
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHORT = ("square", "off the tile", "causal", "boolean mask", "8 heads on 2", "rising maximum")

@@ -1,10 +1,10 @@
 """The nearest mutant: which known fault answers the probes as the subject does.
 
-For one tensor of one probe, two kernels of which only one is wrong are 1 apart. Where both are wrong,
-it counts that they are, on which elements (Jaccard) and, twice, by what (the share of the errors that agrees, beyond
-what errors agree in by chance); what is equal in all three is 0 apart. Where neither is wrong nothing is learned. The distance is the mean over everything that
-either gets wrong. Gradients count only where the output is right: what is wrong in them otherwise follows from it, in
-a different way in every implementation.
+For one tensor of one probe, two kernels of which only one is wrong are 1 apart. Where both are wrong, it counts that
+they are, on which elements (Jaccard) and, twice, by what (the share of the errors that agrees, beyond what errors agree
+in by chance); what is equal in all three is 0 apart. Where neither is wrong nothing is learned. The distance is the
+mean over everything that either gets wrong. Gradients count only where the output is right: what is wrong in them
+otherwise follows from it, in a different way in every implementation.
 """
 
 from __future__ import annotations
