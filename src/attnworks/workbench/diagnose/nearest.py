@@ -74,7 +74,7 @@ OTHERS = 0.5  # lse and gradients
 STEADINESS = ("square", "off the tile", "gapped", "varlen", "cache")
 STEADINESS_WEIGHT = 20.0
 FIRST_PROBES, FINALISTS = 4, 16
-SIZE_PROBES, BEST_SIZES = 2, 2
+SIZE_PROBES, SIZED_FINALISTS, BEST_SIZES = 2, 6, 2
 # Faults that show in what a second call returns or in what the first one left behind.
 UNSTEADY = ("changes from call to call", "writes into q")
 
@@ -177,7 +177,7 @@ class Corpus:
         usual = [place for place, v in enumerate(self.variants) if v.usual]
         first = self._distances(seen, few, usual, progress)[:, 0]
         best = [usual[place] for place in first.argsort(stable=True).tolist()[:FINALISTS]]
-        finalists = best + self._sizes(seen, failing, {self.variants[place].fault for place in best}, progress)
+        finalists = best + self._sizes(seen, failing, progress)
         found = self._distances(seen, range(len(seen)), finalists, progress)
         ranked: dict[str, Candidate] = {}
         for place in found[:, 0].argsort(stable=True).tolist():
@@ -186,11 +186,9 @@ class Corpus:
             ranked.setdefault(v.fault, Candidate(v.fault, distance, size, int(explained), int(wrong)))
         return list(ranked.values())
 
-    def _sizes(
-        self, seen: Sequence[Observation], failing: list[int], faults: set[str], progress: Progress | None
-    ) -> list[int]:
-        """The best tile sizes of the faults that have such, by the first probes that tell."""
-        sized = [place for place, v in enumerate(self.variants) if v.fault in faults and not v.usual]
+    def _sizes(self, seen: Sequence[Observation], failing: list[int], progress: Progress | None) -> list[int]:
+        """The best tile sizes of the nearest of the faults that have such, by the first probes that tell."""
+        sized = [place for place, v in enumerate(self.variants) if not v.usual]
         telling = [place for place in failing if self.benches[place].probe.name in TILE_PROBES][:SIZE_PROBES]
         if not telling or not sized:
             return []
@@ -198,7 +196,7 @@ class Corpus:
         kept: dict[str, list[int]] = {}
         for place in found.argsort(stable=True).tolist():
             kept.setdefault(self.variants[sized[place]].fault, []).append(sized[place])
-        return [place for places in kept.values() for place in places[:BEST_SIZES]]
+        return [place for places in list(kept.values())[:SIZED_FINALISTS] for place in places[:BEST_SIZES]]
 
     def _distances(
         self, seen: Sequence[Observation], places: Iterable[int], chosen: list[int], progress: Progress | None
