@@ -28,6 +28,7 @@ from attnworks.workbench.subjects import Subject
 @click.option("--script", type=click.Path(path_type=Path), help="Write the smallest failing input to this file.")
 @click.option("--kill-table", is_flag=True, help="Diagnose every known fault, and show which checks catch it.")
 @click.option("--seeds", default=1, show_default=True, type=click.IntRange(min=1), help="Seeds of the kill table.")
+@click.option("--ranks/--no-ranks", default=True, show_default=True, help="Diagnose them too; that takes minutes.")
 @click.option("--write", type=click.Path(path_type=Path), help="Write the kill table to this file (Markdown).")
 @output.json_option
 def diagnose(
@@ -39,6 +40,7 @@ def diagnose(
     script: Path | None,
     kill_table: bool,
     seeds: int,
+    ranks: bool,
     write: Path | None,
     as_json: bool,
 ) -> None:
@@ -51,7 +53,7 @@ def diagnose(
         click.echo("\n".join(FAULTS))
         return
     if kill_table:
-        _kill_table(seeds, write, as_json)
+        _kill_table(seeds, ranks, write, as_json)
         return
     if (target is None) == (mutant is None):
         raise click.UsageError("name either a kernel (package.module:function) or a --mutant")
@@ -69,22 +71,26 @@ def diagnose(
     sys.exit(0 if found.right else 1)
 
 
-def _kill_table(seeds: int, write: Path | None, as_json: bool) -> None:
+def _kill_table(seeds: int, ranks: bool, write: Path | None, as_json: bool) -> None:
     with output.progress() as report:
-        rows = kills.table(seeds=seeds, progress=report)
-        by_output = kills.rank(tuple(FAULTS), output_only=True, progress=report) if write else []
+        rows = kills.table(seeds=seeds, ranks=ranks, progress=report)
+        by_output = kills.rank(tuple(FAULTS), output_only=True, progress=report) if write and ranks else []
     if write:
         write.write_text(kills.page(rows, by_output), encoding="utf-8")
     if as_json:
         output.print_json([row.to_json() for row in rows])
     else:
-        listed = output.table("fault", "caught by", "rank", "distance", "rival", text_columns=2)
+        columns = ("rank", "distance", "rival") if ranks else ()
+        listed = output.table("fault", "caught by", *columns, text_columns=2)
         for row in rows:
             check = row.kills[0].check if row.caught else "nothing"
-            distance = max(found.distance for found in row.ranks)
-            listed.add_row(row.fault, check, row.ranks_in_words(), f"{distance:.2f}", row.ranks[0].rival)
-        caught, named = sum(row.caught for row in rows), sum(row.named for row in rows)
-        output.print_table(f"of {len(rows)} faults {caught} are caught, {named} named first or second", listed)
+            words = [row.fault, check]
+            if ranks:
+                distance = max(found.distance for found in row.ranks)
+                words += [row.ranks_in_words(), f"{distance:.2f}", row.ranks[0].rival]
+            listed.add_row(*words)
+        named = f", {sum(row.named for row in rows)} named first or second" if ranks else ""
+        output.print_table(f"of {len(rows)} faults {sum(row.caught for row in rows)} are caught{named}", listed)
     sys.exit(0 if all(row.caught for row in rows) else 1)
 
 

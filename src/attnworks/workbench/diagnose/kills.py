@@ -75,13 +75,15 @@ class OutputOnly:
         return self.mutant(inputs)[0].detach(), None
 
 
-def table(faults: Iterable[str] = tuple(FAULTS), *, seeds: int = 1, progress: Progress | None = None) -> list[Row]:
-    """Every fault with seeds 0 … ``seeds`` - 1."""
+def table(
+    faults: Iterable[str] = tuple(FAULTS), *, seeds: int = 1, ranks: bool = True, progress: Progress | None = None
+) -> list[Row]:
+    """Every fault with seeds 0 … ``seeds`` - 1; without ``ranks`` only what catches it, in a fraction of the time."""
     faults = tuple(faults)
     kills = [kill_table(faults, seed=seed, progress=progress) for seed in range(seeds)]
-    ranks = [rank(faults, seed=seed, progress=progress) for seed in range(seeds)]
+    ranked = [rank(faults, seed=seed, progress=progress) for seed in range(seeds if ranks else 0)]
     return [
-        Row(fault, tuple(one[place] for one in kills), tuple(one[place] for one in ranks))
+        Row(fault, tuple(one[place] for one in kills), tuple(one[place] for one in ranked))
         for place, fault in enumerate(faults)
     ]
 
@@ -113,39 +115,51 @@ def rank(
     return found
 
 
-def page(rows: Sequence[Row], by_output: Sequence[Rank]) -> str:
-    """docs/kill_table.md. ``by_output``: the ranks, seed 0, by dense outputs alone."""
-    seeds, count = len(rows[0].ranks), len(rows)
-    caught, named = sum(row.caught for row in rows), sum(row.named for row in rows)
-    first = sum(all(found.rank == 1 for found in row.ranks) for row in rows)
-    shown = [found for found in by_output if found.rank]
+def page(rows: Sequence[Row], by_output: Sequence[Rank] = ()) -> str:
+    """docs/kill_table.md; what ``diagnose`` makes of the faults is left out where it was not measured. ``by_output``:
+    the ranks, seed 0, by dense outputs alone."""
+    seeds, ranked = len(rows[0].kills), bool(rows[0].ranks)
+    caught = sum(row.caught for row in rows)
+    option = "" if ranked else " --no-ranks"
     lines = [
         "# Kill table",
         "",
-        f"Written by `attnworks diagnose --kill-table --seeds {seeds} --write docs/kill_table.md`.",
+        f"Written by `attnworks diagnose --kill-table{option} --seeds {seeds} --write docs/kill_table.md`.",
         "",
-        f"{count} wrong kernels, one fault each, {seeds} seeds. `attnworks verify` catches {caught} with every seed.",
+        f"{len(rows)} wrong kernels, one fault each, {seeds} seeds. `attnworks verify` catches {caught} with every seed.",
+        *(_about_ranks(rows, by_output) if ranked else ()),
+        "",
+        "*caught by*: the checks that fail on the first case that shows the fault (seed 0).",
+        "",
+        "| fault | on | caught by |" + (" rank | distance | rival |" if ranked else ""),
+        "| --- | --- | --- |" + (" --- | --- | --- |" if ranked else ""),
+    ]
+    for row in rows:
+        kill = row.kills[0]
+        words = [row.fault, kill.case, ", ".join(kill.checks[:6]) + (" …" if len(kill.checks) > 6 else "") or "nothing"]
+        if ranked:
+            words += [row.ranks_in_words(), f"{max(one.distance for one in row.ranks):.2f}", row.ranks[0].rival]
+        lines.append(f"| {' | '.join(words)} |")
+    if ranked:
+        lines += ["", "## What it cannot tell apart", "", "By all that a kernel returns (seed 0):", ""]
+        lines += _alike([(row.fault, row.ranks[0]) for row in rows])
+        lines += ["", "By dense outputs alone, without LSE and gradients (seed 0):", ""]
+        lines += _alike([(row.fault, one) for row, one in zip(rows, by_output, strict=True)])
+    return "\n".join(lines) + "\n"
+
+
+def _about_ranks(rows: Sequence[Row], by_output: Sequence[Rank]) -> list[str]:
+    named = sum(row.named for row in rows)
+    first = sum(all(found.rank == 1 for found in row.ranks) for row in rows)
+    shown = [found for found in by_output if found.rank]
+    return [
         f"`attnworks diagnose` names {named} first or second with every seed, {first} of them first. {len(shown)} show",
         f"in dense outputs alone; by them it names {sum(found.rank <= 2 for found in shown)} first or second.",
         "",
-        "*caught by*: the checks that fail on the first case that shows the fault (seed 0). *rank*: for this the fault",
-        f"is put into a kernel with tiles of {TILE_KV} keys and no splits, as no known fault is. *distance* is the",
-        "largest over the seeds, *rival* what came nearest besides (seed 0). `-`: the probes of `diagnose` don't show",
-        "the fault; it then goes on to the cases of `verify`.",
-        "",
-        "| fault | on | caught by | rank | distance | rival |",
-        "| --- | --- | --- | --- | --- | --- |",
+        f"*rank*: for this the fault is put into a kernel with tiles of {TILE_KV} keys and no splits, as no known fault",
+        "is. *distance* is the largest over the seeds, *rival* what came nearest besides (seed 0). `-`: the probes of",
+        "`diagnose` don't show the fault; it then goes on to the cases of `verify`.",
     ]
-    for row in rows:
-        kill, found = row.kills[0], row.ranks[0]
-        checks = ", ".join(kill.checks[:6]) + (" …" if len(kill.checks) > 6 else "")
-        distance = max(one.distance for one in row.ranks)
-        words = (row.fault, kill.case, checks or "nothing", row.ranks_in_words(), f"{distance:.2f}", found.rival)
-        lines.append(f"| {' | '.join(words)} |")
-    lines += ["", "## What it cannot tell apart", "", "By all that a kernel returns (seed 0):", ""]
-    lines += _alike([(row.fault, row.ranks[0]) for row in rows])
-    lines += ["", "By dense outputs alone, without LSE and gradients (seed 0):", ""]
-    return "\n".join(lines + _alike([(row.fault, one) for row, one in zip(rows, by_output, strict=True)])) + "\n"
 
 
 def _alike(ranks: Sequence[tuple[str, Rank]]) -> list[str]:
