@@ -126,7 +126,8 @@ def page(rows: Sequence[Row], by_output: Sequence[Rank] = ()) -> str:
         "",
         f"Written by `attnworks diagnose --kill-table{option} --seeds {seeds} --write docs/kill_table.md`.",
         "",
-        f"{len(rows)} wrong kernels, one fault each, {seeds} seeds. `attnworks verify` catches {caught} with every seed.",
+        f"{len(rows)} wrong kernels, one fault each, {seeds} seeds."
+        f" `attnworks verify` catches {caught} with every seed.",
         *(_about_ranks(rows, by_output) if ranked else ()),
         "",
         "*caught by*: the checks that fail on the first case that shows the fault (seed 0).",
@@ -156,8 +157,8 @@ def _about_ranks(rows: Sequence[Row], by_output: Sequence[Rank]) -> list[str]:
         f"`attnworks diagnose` names {named} first or second with every seed, {first} of them first. {len(shown)} show",
         f"in dense outputs alone; by them it names {sum(found.rank <= 2 for found in shown)} first or second.",
         "",
-        f"*rank*: for this the fault is put into a kernel with tiles of {TILE_KV} keys and no splits, as no known fault",
-        "is. *distance* is the largest over the seeds, *rival* what came nearest besides (seed 0). `-`: the probes of",
+        f"*rank*: for this the fault is put into a kernel with tiles of {TILE_KV} keys and no splits, as no known",
+        "fault is. *distance* is the largest over the seeds, *rival* what came nearest besides (seed 0). `-`: the probes of",
         "`diagnose` don't show the fault; it then goes on to the cases of `verify`.",
     ]
 
