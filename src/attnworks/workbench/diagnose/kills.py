@@ -154,8 +154,9 @@ def _about_ranks(rows: Sequence[Row], by_output: Sequence[Rank]) -> list[str]:
     first = sum(all(found.rank == 1 for found in row.ranks) for row in rows)
     shown = [found for found in by_output if found.rank]
     return [
-        f"`attnworks diagnose` names {named} first or second with every seed, {first} of them first. {len(shown)} show",
-        f"in dense outputs alone; by them it names {sum(found.rank <= 2 for found in shown)} first or second.",
+        f"`attnworks diagnose` names {named} first or second with every seed, {first} of them first.",
+        f"{len(shown)} show in dense outputs alone;",
+        f"by them it names {sum(found.rank <= 2 for found in shown)} first or second.",
         "",
         f"*rank*: for this the fault is put into a kernel with tiles of {TILE_KV} keys and no splits, as no known",
         "fault is. *distance* is the largest over the seeds, *rival* what came nearest besides (seed 0). `-`: the probes",
