@@ -159,8 +159,8 @@ def _about_ranks(rows: Sequence[Row], by_output: Sequence[Rank]) -> list[str]:
         f"by them it names {sum(found.rank <= 2 for found in shown)} first or second.",
         "",
         f"*rank*: for this the fault is put into a kernel with tiles of {TILE_KV} keys and no splits, as no known",
-        "fault is. *distance* is the largest over the seeds, *rival* what came nearest besides (seed 0). `-`: the probes",
-        "of `diagnose` don't show the fault; it then goes on to the cases of `verify`.",
+        "fault is. *distance* is the largest over the seeds, *rival* what came nearest besides (seed 0).",
+        "`-`: the probes of `diagnose` don't show the fault; it then goes on to the cases of `verify`.",
     ]
 
 
