@@ -9,7 +9,7 @@ into is in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,7 +21,7 @@ from attnworks.workbench import catalogue, properties, tiled
 from attnworks.workbench.cases import Case
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.subjects import Outcome
-from attnworks.workbench.verify import Answers, Progress, fresh_memory_poisoned, verify_case, verify_properties
+from attnworks.workbench.verify import Answers, Progress, Result, fresh_memory_poisoned, verify_case, verify_properties
 
 # Each fault and the cases on which it should show, tried first; the other quick cases follow.
 FAULTS = {
@@ -33,36 +33,55 @@ FAULTS = {
     "maximum not subtracted": "stress: large scores, fp32",
     "finite initial maximum": "stress: strongly negative, fp32",
     "first tile only": "stress: rising maximum, fp32",
+    "last tile only": "stress: falling maximum, fp32",
+    "accumulator overwritten by each tile": "stress: normal, fp32",
+    "rescaled after adding": "stress: rising maximum, fp32",
+    "exp2 for exp": "hand: full",
+    "first key dropped": "hand: full",
+    "last key dropped": "hand: full",
     "last partial tile dropped": "size: 97",
     "tail keys unmasked": "size: 97",
     "softmax over queries": "hand: full",
     "splits averaged": "stress: normal, fp32",
+    "splits summed": "stress: normal, fp32",
+    "tail rows unwritten": "size: 97",
     "NaN swallowed": "stress: nan query, fp32",
     # precision
     "fp16 accumulation": "stress: few queries on 16k keys, fp16",
+    "sum in low precision": "stress: few queries on 16k keys, bf16",
+    "products in tf32": "stress: normal, fp32",
     "scores rounded": "stress: large scores, bf16",
     "probs in fp8": "size: 97, causal, bf16",
     # scale, masks, empty rows
     "scale missing": "hand: full",
     "scale twice": "hand: full",
+    "scale argument ignored": "hand: full",
     "scale of head_dim_v": "unequal dims: 192/128, bf16",
     "causal hides itself": "hand: causal",
     "causal shows the next": "hand: causal",
     "causal ignored": "hand: causal",
+    "causal upside down": "hand: causal",
     "causal by tile": "hand: causal",
     "aligned top-left": "hand: two queries*",
+    "aligned bottom-right": "causal top-left: 40 on 100",
     "window one short": "hand: window*",
     "window one long": "hand: window*",
     "window without left end": "hand: window*",
     "window without right end": "window 7, 5: 100 on 100",
     "mask of head 0": "boolean mask bhqk",
+    "boolean mask inverted": "boolean mask bhqk",
+    "boolean mask ignored": "boolean mask bhqk",
+    "masked after softmax": "hand: causal",
+    "hidden scores are 0": "hand: causal",
     "hidden scores are -10000": "rows without keys, fp32",
     "empty rows give NaN": "rows without keys, fp32",
+    "hidden tiles give NaN": "rows without keys, fp32",
     "empty rows give the mean": "rows without keys, fp32",
     "finite lse of empty rows": "rows without keys, fp32",
     # LSE and score modifiers
     "lse in base 2": "hand: full",
     "lse not written": "hand: full",
+    "lse without the maximum": "hand: full",
     "sink ignored": "hand: sink",
     "sink scaled": "sink, fp32",
     "sink outside the maximum": "sink 30000",
@@ -77,9 +96,13 @@ FAULTS = {
     "bias of head 0": "bias that hides",
     "bias of sequence 0": "bias b1qk",
     "bias scaled": "bias b1qk",
+    "bias ignored": "bias b1qk",
     # heads, strides, lengths, pages
     "KV head by remainder": "heads: 6/3",
     "K and V heads differ": "heads: 6/3",
+    "KV head 0 for all": "heads: 6/3",
+    "K and V exchanged": "hand: full",
+    "K and V of sequence 0": "heads: 6/3",
     "strides ignored": "strides: gapped, bhsd",
     "sequences not apart": "varlen unequal, causal, fp32",
     "key offsets from queries": "varlen unequal, causal, fp32",
@@ -89,6 +112,7 @@ FAULTS = {
     "tail weighted by 0": "decode, grouped, fp32",
     "pages in order": "decode, 4 queries, causal, pages of 17",
     "page repeated": "decode, 4 queries, causal, pages of 17",
+    "stale page": "decode, 4 queries, causal, pages of 17",
     "page stride from sizes": "decode, strided, pages of 16, fp32",
     "new keys not appended": "decode, append, pages of 16, fp32",
     "k_scale dropped": "decode, int8 cache",
@@ -96,9 +120,15 @@ FAULTS = {
     "writes into q": "strides: gapped, bhsd",
     # backward
     "delta missing": "hand: full",
+    "delta of the wrong sign": "hand: full",
+    "dS without probs": "hand: full",
+    "probs not normalised in backward": "hand: full",
     "lse cotangent ignored": "rows without keys, fp32",
     "dq not scaled": "hand: full",
     "dk not scaled": "hand: full",
+    "dq scaled twice": "hand: full",
+    "dk scaled twice": "hand: full",
+    "dk, dv of the last query tile": "size: 97",
     "dq overwritten by each tile": "size: 97",
     "last tile missing in dq": "size: 97",
     "dk, dv of one query head": "hand: two query heads*",
@@ -116,12 +146,15 @@ FAULTS = {
 
 
 class Mutant:
-    """Tiled attention with one fault ("" for none, which is right). It runs every case."""
+    """Tiled attention with one fault ("" for none, which is right). It runs every case.
 
-    def __init__(self, fault: str = "") -> None:
+    ``tile_kv``: keys of a tile, and queries where a fault is one of query tiles; ``split_kv``: keys of a partial
+    result, 0 for one of all keys, -n for n equal ones. Raises ``ValueError`` for a fault that is not in ``FAULTS``."""
+
+    def __init__(self, fault: str = "", *, tile_kv: int = tiled.TILE, split_kv: int = tiled.SPLIT) -> None:
         if fault and fault not in FAULTS:
             raise ValueError(f"fault: was {fault!r}, must be '' or one of FAULTS")
-        self.fault = fault
+        self.fault, self.tile_kv, self.split_kv = fault, tile_kv, split_kv
         self.name = f"mutant: {fault or 'none'}"
         self._calls = 0
 
@@ -149,6 +182,22 @@ class Mutant:
             out = out * (1 + torch.finfo(out.dtype).eps * (len(inputs.case.sequences) % 2))
         return out, lse if return_lse else None
 
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Any = None,
+        scores: tuple[Any, ...] = (),
+        scale: float | None = None,
+        layout: str = "bhsd",
+        return_lse: bool = False,
+    ) -> Any:
+        """The mutant as a function, called as ``attnworks.attention`` is."""
+        out, lse = self._dense(q, k, v, layout, mask=mask, scores=scores, scale=scale)
+        return (out, lse) if return_lse else out
+
     # ---- the three forms: find each sequence's rows, attend, put the results back ------------------------------------
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, layout: str, **rest: Any) -> Outcome:
@@ -156,7 +205,8 @@ class Mutant:
             q, k, v = (_as_if_contiguous(x) for x in (q, k, v))
         if layout == "bshd":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        outs, lses = self._attend_all([(q[b], k[b], v[b]) for b in range(q.shape[0])], **rest)
+        source = [0] * q.shape[0] if self.has("K and V of sequence 0") else list(range(q.shape[0]))
+        outs, lses = self._attend_all([(q[b], k[source[b]], v[source[b]]) for b in range(q.shape[0])], **rest)
         if not outs:
             shape = (0, *q.shape[1:3], v.shape[-1])
             empty = q.new_zeros(shape if layout == "bhsd" else (0, shape[2], shape[1], shape[3]))
@@ -227,6 +277,8 @@ class Mutant:
         pages = list(range(count)) if self.has("pages in order") else page_table[b, :count].tolist()
         if self.has("page repeated") and count > 1:
             pages[-1] = pages[0]
+        if self.has("stale page") and count:
+            pages[-1] = int(page_table[b - 1, 0])
         rows = cache[pages].flatten(0, 1)
         return rows if whole else rows[:length]
 
@@ -250,7 +302,7 @@ class Mutant:
         scores: tuple[Any, ...],
         scale: float | None,
     ) -> tuple[Tensor, Tensor]:
-        if scale is None:
+        if scale is None or self.has("scale argument ignored"):
             scale = (v if self.has("scale of head_dim_v") else q).shape[-1] ** -0.5
         seq_q, seq_kv = q.shape[1], k.shape[1]
         biases: dict[int, Tensor] = {}
@@ -264,7 +316,8 @@ class Mutant:
             elif isinstance(score, Sink):
                 sink = score.logits
         # A sequence's own length aligns its masks, also under faults that load more than it.
-        m = tiled.Modifiers(self.has, scale, tiled.flatten_mask(mask), scores, b, seq_q, min(limit, seq_kv), limit)
+        masks, length = tiled.flatten_mask(mask), min(limit, seq_kv)
+        m = tiled.Modifiers(self.has, scale, masks, scores, b, seq_q, length, limit, self.tile_kv, self.split_kv)
         m.dtype, m.biases = q.dtype, biases
         out, lse = tiled.Attend.apply(m, q, k, v, sink, *biases.values())  # type: ignore[no-untyped-call]
         return out, lse
@@ -283,15 +336,17 @@ def _as_if_contiguous(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Kill:
-    """What caught a mutant first: "" where nothing did; ``detail`` is the failure's message."""
+    """What caught a mutant first: "" where nothing did; ``checks`` are all that do on that case, ``detail`` is the
+    failure's message."""
 
     fault: str
     case: str
     check: str
     detail: str
+    checks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {"fault": self.fault, "case": self.case, "check": self.check, "detail": self.detail}
+        return asdict(self)
 
 
 def kill_table(faults: Iterable[str] = tuple(FAULTS), *, seed: int = 0, progress: Progress | None = None) -> list[Kill]:
@@ -314,8 +369,13 @@ def _hunt(mutant: Mutant, cases: Iterable[Case], answers: dict[str, Answers]) ->
         results = verify_case(mutant, answers[case.name])
         if case.name in properties.CASES and not any(r.status == "failed" for r in results):
             results = verify_properties(mutant, case)
-        failed = next((r for r in results if r.status == "failed"), None)
+        failed = [r for r in results if r.status == "failed"]
         if failed:
-            checks = (f"{m.tensor} {c.name}" for m in failed.measures for c in m.checks if not c.passed)
-            return Kill(mutant.fault, case.name, next(checks, failed.check), failed.message)
+            checks = [name for r in failed for name in _failed_checks(r)]
+            return Kill(mutant.fault, case.name, checks[0], failed[0].message, tuple(dict.fromkeys(checks)))
     return Kill(mutant.fault, "", "", "survived")
+
+
+def _failed_checks(result: Result) -> list[str]:
+    measured = [f"{m.tensor} {c.name}" for m in result.measures for c in m.checks if not c.passed]
+    return measured or [result.check]

@@ -22,6 +22,7 @@ from attnworks.scores import ALiBi, Bias, Sink, Softcap
 TILE = 32
 SPLIT = 96
 Has = Callable[[str], bool]
+HIDDEN = {"hidden scores are -10000": -1e4, "empty rows give the mean": -1e9, "hidden scores are 0": 0.0}
 
 
 @dataclass
@@ -36,7 +37,10 @@ class Modifiers:
     seq_q: int
     seq_kv: int
     limit: int  # keys of the sequence; more may have been loaded
+    tile_kv: int = TILE
+    split_kv: int = SPLIT  # keys of a partial result; 0 for one of all keys, -n for n equal ones
     biases: dict[int, Tensor] = field(default_factory=dict)  # by place among the scores, (heads_q, seq_q, seq_kv)
+    shown: Tensor = field(default_factory=lambda: torch.empty(0))  # what the masks let through of the last tile
 
     def tile(self, q: Tensor, k: Tensor, first: int, backward: bool = False) -> tuple[Tensor, list[Tensor | None]]:
         """Scores (heads_q, seq_q, keys) of the keys from ``first`` on, hidden ones -inf, and each modifier's slope."""
@@ -54,7 +58,9 @@ class Modifiers:
             s = s.to(self.dtype).to(s.dtype)
         if has("NaN swallowed"):
             s = s.nan_to_num(0)
-        shown = self._shown(i, j, backward)
+        shown = self.shown = self._shown(i, j, backward)
+        if has("masked after softmax") and not backward:
+            shown = (j < self.limit).expand_as(shown)
         if has("softcap after mask"):
             s = torch.where(shown, s, -torch.inf)
         slopes: list[Tensor | None] = []
@@ -63,7 +69,7 @@ class Modifiers:
             slopes.append(slope)
         if has("softcap before scale"):
             s = s * self.scale
-        hidden = -1e4 if has("hidden scores are -10000") else -1e9 if has("empty rows give the mean") else -torch.inf
+        hidden = next((value for fault, value in HIDDEN.items() if has(fault)), -torch.inf)
         if not has("softcap after mask"):
             s = torch.where(shown, s, hidden)
         return s, slopes
@@ -91,6 +97,8 @@ class Modifiers:
             return (s + penalty if has("alibi sign") else s - penalty), None
         if isinstance(modifier, Bias):
             bias = self.biases[place][..., int(j.min()) : int(j.max()) + 1].to(s.dtype)
+            if has("bias ignored"):
+                return s, None
             if has("bias of head 0"):
                 bias = bias[:1]
             if has("bias scaled"):
@@ -103,7 +111,8 @@ class Modifiers:
 
     def _shown(self, i: Tensor, j: Tensor, backward: bool) -> Tensor:
         has = self.has
-        shown = (j < self.limit).expand(1, self.seq_q, -1)
+        end = self.limit - (1 if has("last key dropped") else 0)
+        shown = ((j < end) & (j > 0 if has("first key dropped") else j >= 0)).expand(1, self.seq_q, -1)
         if backward and has("mask missing in backward"):
             return shown
         for mask in self.masks:
@@ -111,13 +120,18 @@ class Modifiers:
             if isinstance(mask, Tensor):
                 whole = mask.expand(1, 1, 1, 1) if mask.dim() == 0 else mask[(None,) * (4 - mask.dim())]
                 own = whole[self.sequence if whole.shape[0] > 1 else 0]
+                if has("boolean mask ignored"):
+                    continue
+                if has("boolean mask inverted"):
+                    own = ~own
                 if has("mask of head 0"):
                     own = own[:1]
                 own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
                 shown = shown & own[:, : self.seq_q, int(j.min()) : int(j.max()) + 1]
             elif isinstance(mask, Causal | Window):
-                if mask.align == "top-left" or has("aligned top-left"):
+                if mask.align == "top-left" and not has("aligned bottom-right"):
                     shift = 0
+                shift = 0 if has("aligned top-left") else shift
                 left, right = (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
                 shown = shown & self._bounds(i + shift, j, left, right, isinstance(mask, Causal))
             else:
@@ -133,7 +147,9 @@ class Modifiers:
             if has("causal ignored"):
                 return shown
             if has("causal by tile"):
-                return origin // 8 >= j // 8
+                return origin // self.tile_kv >= j // self.tile_kv
+            if has("causal upside down"):
+                return j >= origin
             return j <= origin + off
         off = -1 if has("window one short") else 1 if has("window one long") else 0
         if left is not None and not has("window without left end"):
@@ -151,7 +167,8 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
         s, _ = m.tile(q, k, 0)
         return torch.softmax(s, 1).nan_to_num(0) @ v, torch.logsumexp(s, -1)
     # Partial results are merged in fp32, which would hide what fp16 accumulators lose over many keys.
-    size = k.shape[1] if has("fp16 accumulation") else SPLIT
+    whole = has("fp16 accumulation") or has("sum in low precision") or not m.split_kv
+    size = k.shape[1] if whole else m.split_kv if m.split_kv > 0 else -(k.shape[1] // m.split_kv)
     parts = [_split(m, q, k[:, a : a + size], v[:, a : a + size], a) for a in range(0, k.shape[1], size or 1)]
     if sink is not None and not has("sink ignored"):
         logits = (sink * m.scale if has("sink scaled") else sink).view(-1, 1).expand(rows).to(q.dtype)
@@ -170,8 +187,11 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
         weights, total = torch.ones_like(weights), torch.full_like(total, len(parts))
     if has("sink left out of the lse") and sink is not None:
         lse = torch.logsumexp(lses[:-1], 0) if len(parts) > 1 else torch.full_like(lse, -torch.inf)
+    if has("splits summed"):
+        weights, total = torch.ones_like(weights), torch.ones_like(total)
     out = sum((w[..., None] * part[0] for w, part in zip(weights, parts, strict=True)), q.new_zeros(()))
-    return out / torch.where(total == 0, 1, total)[..., None], lse
+    empty = total if has("empty rows give NaN") else torch.where(total == 0, 1, total)
+    return out / empty[..., None], lse
 
 
 def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -180,32 +200,49 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
     acc = q.new_zeros(*q.shape[:2], v.shape[-1])
     top = q.new_full((*q.shape[:2], 1), -5000.0 if has("finite initial maximum") else -torch.inf)
     total = torch.zeros_like(top)
-    for first in range(0, k.shape[1], TILE):
-        keys = slice(first, first + TILE)
-        if (has("first tile only") and start + first > 0) or (
-            has("last partial tile dropped") and k[:, keys].shape[1] < TILE
-        ):
+    for first in range(0, k.shape[1], m.tile_kv):
+        keys = slice(first, first + m.tile_kv)
+        if _skipped(m, start + first, k[:, keys].shape[1]):
             continue
         s, _ = m.tile(q, k[:, keys], start + first)
         if has("tail keys unmasked"):
-            s = torch.nn.functional.pad(s, (0, TILE - s.shape[-1]))
+            s = torch.nn.functional.pad(s, (0, m.tile_kv - s.shape[-1]))
         new_top = torch.maximum(top, s.amax(-1, keepdim=True))
         if has("maximum not subtracted"):
             new_top = torch.zeros_like(new_top)
-        safe = new_top if has("empty rows give NaN") else torch.where(new_top == -torch.inf, 0, new_top)
-        p = torch.exp(s - safe)
-        alpha = torch.exp(safe - top) if has("rescaled upside down") and start + first > 0 else torch.exp(top - safe)
+        safe = new_top if has("hidden tiles give NaN") else torch.where(new_top == -torch.inf, 0, new_top)
+        exp = torch.exp2 if has("exp2 for exp") else torch.exp
+        p = exp(s - safe)
+        alpha = exp(safe - top) if has("rescaled upside down") and first > 0 else exp(top - safe)
         total = total * (1 if has("sum not rescaled") else alpha) + p.sum(-1, keepdim=True)
-        acc = acc * (1 if has("accumulator not rescaled") else alpha)
+        total = total.to(m.dtype).to(total.dtype) if has("sum in low precision") else total
+        acc = acc * (1 if has("accumulator not rescaled") or has("rescaled after adding") else alpha)
+        acc = acc * (0 if has("accumulator overwritten by each tile") else 1)
         p = p[..., : v[:, keys].shape[1]]
+        p = p * m.shown if has("masked after softmax") else p
         p = p.to(torch.float8_e4m3fn).to(p.dtype) if has("probs in fp8") else p.to(m.dtype).to(p.dtype)
         low = has("fp16 accumulation") and m.dtype == torch.float16
         acc = _accumulate_fp16(acc, p, v[:, keys]) if low else acc + p @ v[:, keys]
+        acc = acc * alpha if has("rescaled after adding") and first > 0 else acc
         top = new_top
-    safe_total = total if has("empty rows give NaN") else torch.where(total == 0, 1, total)
+    safe_total = total if has("hidden tiles give NaN") else torch.where(total == 0, 1, total)
     out = acc if has("not divided by the sum") else acc / safe_total
     lse = torch.where(total == 0, -30000.0 if has("finite lse of empty rows") else -torch.inf, top + torch.log(total))
     return out, lse.squeeze(-1)
+
+
+def _skipped(m: Modifiers, first: int, size: int) -> bool:
+    """Whether a fault leaves out the tile of ``size`` keys from ``first`` on."""
+    return (
+        (m.has("first tile only") and first > 0)
+        or (m.has("last tile only") and first + size < m.limit)
+        or (m.has("last partial tile dropped") and size < m.tile_kv)
+    )
+
+
+def _in_tf32(x: Tensor) -> Tensor:
+    """Rounded to the 10 stored bits of a TF32 mantissa."""
+    return ((x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).to(x.dtype)
 
 
 def _accumulate_fp16(acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
@@ -233,38 +270,59 @@ def backward(
         delta = delta - torch.where(lse == -torch.inf, 0, d_lse)[..., None]
     if has("delta missing"):
         delta = torch.zeros_like(delta)
+    if has("delta of the wrong sign"):
+        delta = -delta
     safe = (
         lse[..., None] if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)[..., None]
     )
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_biases = {place: torch.zeros_like(bias, dtype=q.dtype) for place, bias in m.biases.items()}
-    for first in range(0, k.shape[1], TILE):
-        keys = slice(first, first + TILE)
-        if has("last tile missing in dq") and first > 0 and first + TILE >= k.shape[1]:
+    unnormalised = _top(m, q, k) if has("probs not normalised in backward") else safe
+    for first in range(0, k.shape[1], m.tile_kv):
+        keys = slice(first, first + m.tile_kv)
+        if has("last tile missing in dq") and first > 0 and first + m.tile_kv >= k.shape[1]:
             continue
         s, slopes = m.tile(q, k[:, keys], first, backward=True)
-        p = torch.exp(s - safe)
-        padding = TILE - s.shape[-1] if has("padding scored 0 in backward") else 0
+        p = torch.exp(s - unnormalised)
+        padding = m.tile_kv - s.shape[-1] if has("padding scored 0 in backward") else 0
         dp = d_out @ v[:, keys].transpose(-1, -2)
-        dv[:, keys] = p.to(m.dtype).to(p.dtype).transpose(-1, -2) @ d_out
-        ds = p * (dp - delta)
+        rows = _last_rows(m) if has("dk, dv of the last query tile") else slice(None)
+        dv[:, keys] = p[:, rows].to(m.dtype).to(p.dtype).transpose(-1, -2) @ d_out[:, rows]
+        ds = (dp - delta) * (m.shown if has("dS without probs") else p)
         for place, (modifier, slope) in reversed(list(enumerate(zip(m.scores, slopes, strict=True)))):
             if isinstance(modifier, Bias):
                 d_biases[place][..., keys] = ds * m.scale if has("bias gradient scaled") else ds
             elif slope is not None:
                 ds = ds * slope
         ds = ds.to(torch.float8_e4m3fn).to(ds.dtype) if has("dS in fp8") else ds.to(m.dtype).to(ds.dtype)
-        step = ds @ k[:, keys] * (1 if has("dq not scaled") else m.scale)
+        step = ds @ k[:, keys] * _scale(m, "dq")
         if padding:
             step = step + (torch.exp(0 - safe) * (0 - delta)) @ k.new_zeros(1, 1, k.shape[-1])
         dq = step if has("dq overwritten by each tile") else dq + step
-        dk[:, keys] = ds.transpose(-1, -2) @ q * (1 if has("dk not scaled") else m.scale)
+        dk[:, keys] = ds[:, rows].transpose(-1, -2) @ q[:, rows] * _scale(m, "dk")
     d_sink = None
     if sink is not None:
         d_sink = -(torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]).sum(-1)
         if has("sink gradient missing"):
             d_sink = torch.zeros_like(d_sink)
     return dq, dk, dv, [d_biases[place] for place in m.biases], d_sink
+
+
+def _scale(m: Modifiers, name: str) -> float:
+    """What dS K or dS^T Q is multiplied by."""
+    return 1.0 if m.has(f"{name} not scaled") else m.scale**2 if m.has(f"{name} scaled twice") else m.scale
+
+
+def _last_rows(m: Modifiers) -> slice:
+    """The queries of the last tile."""
+    return slice(max(m.seq_q - 1, 0) // m.tile_kv * m.tile_kv, None)
+
+
+def _top(m: Modifiers, q: Tensor, k: Tensor) -> Tensor:
+    """The maximum of every row, 0 of an empty one."""
+    tops = [m.tile(q, k[:, a : a + m.tile_kv], a)[0].amax(-1, keepdim=True) for a in range(0, k.shape[1], m.tile_kv)]
+    top = torch.cat(tops, -1).amax(-1, keepdim=True) if tops else q.new_zeros(*q.shape[:2], 1)
+    return torch.where(top == -torch.inf, 0, top)
 
 
 class Attend(torch.autograd.Function):
@@ -281,12 +339,20 @@ class Attend(torch.autograd.Function):
         wide = [q_copy, k.to(compute)[ctx.heads], v.to(compute)[ctx.heads]]
         if m.has("K and V heads differ"):
             wide[2] = wide[2].flip(0)
+        if m.has("K and V exchanged") and k.shape == v.shape:
+            wide[1], wide[2] = wide[2], wide[1]
+        if m.has("products in tf32") and q.dtype == torch.float32:
+            wide = [_in_tf32(x) for x in wide]
         out, lse = forward(m, wide[0], wide[1], wide[2], None if sink is None else sink.to(compute))
         ctx.m, ctx.sink, ctx.dtypes, ctx.heads_kv = m, sink, (q.dtype, k.dtype, v.dtype), k.shape[0]
+        if m.has("tail rows unwritten") and m.seq_q > m.tile_kv:
+            out[:, m.seq_q // m.tile_kv * m.tile_kv :] = 0
         rounded = out.to(q.dtype)
         ctx.saved = (*wide, rounded.to(compute), lse)
         if m.has("lse in base 2"):
             return rounded, lse / torch.log(torch.tensor(2.0))
+        if m.has("lse without the maximum"):
+            return rounded, lse - _top(m, wide[0], wide[1])[..., 0]
         return rounded, torch.zeros_like(lse) if m.has("lse not written") else lse
 
     @staticmethod
@@ -318,6 +384,8 @@ class Attend(torch.autograd.Function):
 
 def _head_map(has: Has, heads_q: int, heads_kv: int) -> Tensor:
     heads = torch.arange(heads_q)
+    if has("KV head 0 for all"):
+        return torch.zeros_like(heads)
     if has("KV head by remainder"):
         return heads % max(heads_kv, 1)
     return heads // max(heads_q // max(heads_kv, 1), 1)

@@ -1,0 +1,135 @@
+"""From a failing kernel to a cause: what ``attnworks diagnose`` runs.
+
+``diagnose`` asks a kernel the probes (``probes.py``), finds the known fault that answers most like it (``nearest.py``),
+looks for patterns in the errors (``patterns.py``), and shrinks a failing input (``shrink.py``) into a script
+(``script.py``). What the faults mean is in ``causes.py``, the wording in ``explain.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnworks.workbench.cases import Case
+from attnworks.workbench.diagnose import patterns
+from attnworks.workbench.diagnose.nearest import Candidate, Corpus, Progress
+from attnworks.workbench.diagnose.probes import Observation, Probe, probes
+from attnworks.workbench.diagnose.shrink import shrink
+from attnworks.workbench.subjects import Subject
+from attnworks.workbench.verify import fresh_memory_poisoned, verify
+
+# Calibrated on wrong kernels by other hands and on pairs of faults (docs/diagnose.md): nearer than NEAR, and by GAP
+# nearer than the next one, the nearest fault was the right one; beyond FAR it was no better than a guess.
+NEAR, FAR, GAP = 0.3, 0.46, 0.08
+MOST = 0.9  # of what the kernel gets wrong, for a fault to be named without reserve
+
+
+@dataclass
+class Diagnosis:
+    """What was found. ``candidates``: known faults, the nearest first; ``failing``: names of the probes that fail;
+    ``refused``: how many were not run; ``smallest``: a problem that still fails in the same way."""
+
+    subject: str
+    failing: list[str] = field(default_factory=list)
+    raised: dict[str, str] = field(default_factory=dict)
+    asked: int = 0
+    refused: int = 0
+    candidates: list[Candidate] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
+    smallest: Probe | None = None
+
+    @property
+    def right(self) -> bool:
+        return not self.failing and not self.raised
+
+    @property
+    def certainty(self) -> str:
+        """ "sure", "likely" or "" for none of the known faults."""
+        if not self.candidates or self.candidates[0].distance > FAR:
+            return ""
+        first = self.candidates[0].distance
+        rival = self.candidates[1].distance if len(self.candidates) > 1 else 1.0
+        explained = self.candidates[0].explained >= MOST * self.candidates[0].wrong
+        return "sure" if first <= NEAR and rival - first >= GAP and explained else "likely"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "subject": self.subject,
+            "right": self.right,
+            "asked": self.asked,
+            "refused": self.refused,
+            "failing": self.failing,
+            "raised": self.raised,
+            "certainty": self.certainty,
+            "candidates": [vars(candidate) for candidate in self.candidates[:5]],
+            "patterns": self.patterns,
+            "smallest": None if self.smallest is None else describe(self.smallest.case),
+        }
+
+
+def diagnose(
+    subject: Subject,
+    *,
+    cases: Sequence[Case] = (),
+    seed: int = 0,
+    progress: Progress | None = None,
+    corpus: Corpus | None = None,
+) -> Diagnosis:
+    """Find out what is wrong with a kernel.
+
+    ``cases``: failing ones, asked beside the probes; where neither they nor the probes fail, the quick cases of
+    ``verify`` are searched for one. ``corpus``: to use again what another diagnosis worked out, of the same seed and
+    cases.
+    """
+    chosen = (*probes(seed), *(Probe(case.with_seed(seed)) for case in cases))
+    shared, corpus = corpus is not None, corpus or Corpus(chosen)
+    with fresh_memory_poisoned():
+        seen = corpus.observe(subject, progress)
+        if not any(one.failed for one in seen) and not cases:
+            found = _search(subject, seed, progress)
+            if found:
+                corpus = Corpus((*chosen, *(Probe(case) for case in found)))
+                seen = corpus.observe(subject, progress)
+        if not shared and (size := patterns.tile_size(subject, corpus.benches, seen)):
+            corpus.try_size(size)
+        return _explained(subject, corpus, seen, progress)
+
+
+def _search(subject: Subject, seed: int, progress: Progress | None) -> list[Case]:
+    """Up to three of verify's quick cases that fail."""
+    results = verify(subjects=[subject], quick=True, seed=seed, progress=progress)
+    failed = {r.case.name: r.case for r in results if r.status == "failed"}
+    return list(failed.values())[:3]
+
+
+def _explained(subject: Subject, corpus: Corpus, seen: Sequence[Observation], progress: Progress | None) -> Diagnosis:
+    named = list(zip(corpus.benches, seen, strict=True))
+    found = Diagnosis(
+        subject.name,
+        failing=[b.probe.name for b, s in named if s.failed and not s.raised],
+        raised={b.probe.name: s.raised for b, s in named if s.raised},
+        asked=sum(not s.refused for s in seen),
+        refused=sum(bool(s.refused) for s in seen),
+    )
+    if found.right:
+        return found
+    found.candidates = corpus.rank(seen, progress)
+    found.patterns = patterns.on_which(corpus.benches, seen) + patterns.in_tensors(corpus.benches, seen)
+    found.patterns += patterns.in_weights(subject, corpus.benches, seen)
+    first = next(b.probe for b, s in named if s.failed and (not s.raised or not found.failing))
+    if progress:
+        progress("shrinking", 0, 0)
+    found.smallest = shrink(subject, first)
+    return found
+
+
+def describe(case: Case) -> str:
+    """A case in a line."""
+    shape = ", ".join(f"{q} x {kv}" for q, kv in case.sequences)
+    words = [f"{case.form}, seq_q x seq_kv {shape}", f"heads {case.heads_q}/{case.heads_kv}"]
+    dims = f"{case.head_dim}" if case.head_dim == case.head_dim_v else f"{case.head_dim}/{case.head_dim_v}"
+    words += [f"head_dim {dims}", str(case.dtype).removeprefix("torch."), f"{case.generator} inputs"]
+    words += [f"mask {rule}" for rule in case.mask] + [f"score {rule}" for rule in case.scores]
+    words += [f"scale {case.scale}"] if case.scale is not None else []
+    return ", ".join(words) + (", gradients" if case.gradients else "")

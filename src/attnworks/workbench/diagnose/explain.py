@@ -1,0 +1,69 @@
+"""The answer in words, as a colleague would give it who has seen it before."""
+
+from __future__ import annotations
+
+from attnworks.workbench.diagnose import Diagnosis, describe
+from attnworks.workbench.diagnose.causes import CAUSES
+from attnworks.workbench.diagnose.nearest import SPLIT, Candidate
+
+RIGHT = "Nothing is wrong with it on the {asked} probes that it ran: every value, LSE and gradient within its budget."
+
+
+def explain(found: Diagnosis) -> list[tuple[str, list[str]]]:
+    """Headings and the lines under them."""
+    refused = f"{found.refused} probes were not run: the kernel does not take them, or shorter ones tell."
+    if found.right:
+        return [("right", [RIGHT.format(asked=found.asked), *([refused] if found.refused else [])])]
+    return [
+        ("what is seen", _symptoms(found)),
+        ("most likely cause", _cause(found)),
+        ("the smallest input that shows it", _smallest(found)),
+    ]
+
+
+def _symptoms(found: Diagnosis) -> list[str]:
+    lines = [f"wrong on {len(found.failing)} of the {found.asked} probes that it ran"]
+    if found.raised:
+        name, error = next(iter(found.raised.items()))
+        lines.append(f"raises on {len(found.raised)} probes, first on {name!r}: {error[:200]}")
+    return lines + found.patterns
+
+
+def _cause(found: Diagnosis) -> list[str]:
+    if not found.certainty:
+        lines = ["None of the known faults: nothing comes near enough to be named."]
+        if found.candidates:
+            near = ", ".join(f"{c.fault!r} ({c.distance:.2f})" for c in found.candidates[:2])
+            lines.append(f"Least far (0 is the same, 1 has nothing in common): {near}.")
+            lines.append("It may be two faults at once: repair what the patterns above show, and ask again.")
+        return lines
+    first = found.candidates[0]
+    cause = CAUSES[first.fault]
+    sure = "" if found.certainty == "sure" else " (likely, not certain)"
+    lines = [
+        f"{first.fault}{sure}",
+        cause.symptom,
+        f"must hold: {cause.line}",
+        f"look at: {cause.look}",
+        f"distance {first.distance:.2f} from that fault (0 is the same, 1 has nothing in common); it has "
+        f"{first.explained} of the {first.wrong} wrong tensors wrong as well{_tile(first)}",
+    ]
+    if first.explained < first.wrong:
+        lines.append("What it does not have wrong may be a second fault: repair this one and ask again.")
+    if len(found.candidates) > 1:
+        rival = found.candidates[1]
+        lines.append(f"next best: {rival.fault}, distance {rival.distance:.2f}")
+        if found.certainty == "likely" and rival.distance < first.distance + 0.2:
+            lines.append(f"for that one look at: {CAUSES[rival.fault].look}")
+    return lines
+
+
+def _tile(candidate: Candidate) -> str:
+    if candidate.tile < 0:
+        return f"; {-candidate.tile} splits fit best"
+    what = "splits" if candidate.fault in SPLIT else "tiles"
+    return f"; {what} of {candidate.tile} fit best" if candidate.tile else ""
+
+
+def _smallest(found: Diagnosis) -> list[str]:
+    return [] if found.smallest is None else [describe(found.smallest.case)]

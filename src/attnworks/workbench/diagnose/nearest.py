@@ -1,0 +1,312 @@
+"""The nearest mutant: which known fault answers the probes as the subject does.
+
+For one tensor of one probe, two kernels of which only one is wrong are 1 apart. Where both are wrong, it counts that
+they are, on which elements (Jaccard) and, twice, by what (the share of the errors that agrees, beyond what errors agree
+in by chance); what is equal in all three is 0 apart. Where neither is wrong nothing is learned. The distance is the
+mean over everything that either gets wrong. Gradients count only where the output is right: what is wrong in them
+otherwise follows from it, in a different way in every implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnworks.masks import Causal
+from attnworks.scores import ALiBi, Bias
+from attnworks.workbench import tiled
+from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Probe, probes
+from attnworks.workbench.inputs import Inputs
+from attnworks.workbench.mutants import FAULTS, Mutant
+from attnworks.workbench.oracle import visible
+from attnworks.workbench.subjects import Outcome, Subject
+
+Progress = Callable[[str, int, int], None]
+
+# Faults whose answers depend on where tiles or partial results begin, and the tile sizes they are tried with.
+TILED = (
+    "accumulator not rescaled",
+    "sum not rescaled",
+    "rescaled upside down",
+    "rescaled after adding",
+    "first tile only",
+    "last tile only",
+    "accumulator overwritten by each tile",
+    "last partial tile dropped",
+    "tail keys unmasked",
+    "tail rows unwritten",
+    "causal by tile",
+    "dq overwritten by each tile",
+    "last tile missing in dq",
+    "padding scored 0 in backward",
+    "dk, dv of the last query tile",
+)
+# Faults that show elsewhere in kernels that take masks and biases as tensors.
+WRITTEN = (
+    "causal hides itself",
+    "causal shows the next",
+    "causal ignored",
+    "causal upside down",
+    "causal by tile",
+    "aligned top-left",
+    "aligned bottom-right",
+    "mask of head 0",
+    "boolean mask inverted",
+    "boolean mask ignored",
+    "bias ignored",
+    "bias scaled",
+    "bias of head 0",
+    "bias of sequence 0",
+)
+SPLIT = ("splits averaged", "splits summed")
+TILE_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
+# Where sizes show.
+TILE_PROBES = ("off the tile", "lengths apart", "rising maximum", "falling maximum", "strongly negative", "causal")
+CHANCE = 0.25  # what errors that have nothing to do with each other agree in
+SMALL = 0.03  # relative errors below this are roundings: their size is compared, not their values
+WEIGHTS = {"out": 1.0}
+OTHERS = 0.5  # lse and gradients
+# The probes on which a call is repeated, and what it weighs that calls differ or change their inputs.
+STEADINESS = ("square", "off the tile", "gapped", "varlen", "cache")
+STEADINESS_WEIGHT = 20.0
+FIRST_PROBES, FINALISTS = 4, 16
+SIZE_PROBES, SIZED_FINALISTS, BEST_SIZES = 2, 6, 2
+# Faults that show in what a second call returns or in what the first one left behind.
+UNSTEADY = ("changes from call to call", "writes into q")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A fault with the sizes it is tried with."""
+
+    fault: str
+    tile_kv: int = tiled.TILE
+    split_kv: int = tiled.SPLIT
+    written: bool = False  # masks and ALiBi as SDPA takes them: tensors
+
+    @property
+    def usual(self) -> bool:
+        return (self.tile_kv, self.split_kv) == (tiled.TILE, tiled.SPLIT)
+
+    def subject(self) -> Mutant:
+        kind = _Written if self.written else Mutant
+        return kind(self.fault, tile_kv=self.tile_kv, split_kv=self.split_kv)
+
+
+class _Written(Mutant):
+    """A mutant that is called as SDPA is: ``is_causal`` where that says it, else masks and ALiBi as tensors."""
+
+    def __call__(self, inputs: Inputs, **options: Any) -> Outcome:
+        case = inputs.case
+        square = case.seq_q == case.seq_kv
+        own = all(isinstance(m, Causal) and (square or m.align == "top-left") for m in inputs.masks)
+        if case.form == "dense" and inputs.masks and not (own and not inputs.scores and len(inputs.masks) == 1):
+            inputs.masks = [torch.stack([visible(inputs, b) for b in range(case.batch)])]
+        if case.form == "dense":
+            behind = (torch.arange(case.seq_q)[:, None] + case.seq_kv - case.seq_q - torch.arange(case.seq_kv)).abs()
+            inputs.scores = [
+                Bias(-s.slopes.view(-1, case.heads_q, 1, 1) * behind) if isinstance(s, ALiBi) else s
+                for s in inputs.scores
+            ]
+        return super().__call__(inputs, **options)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A known fault and how far it is from the subject: 0 answers alike everywhere, 1 shares nothing with it.
+    ``tile``: the tile or split size that fits best, -n for n splits, 0 where none matters."""
+
+    fault: str
+    distance: float
+    tile: int
+    explained: int  # how many wrong tensors of the subject the fault has wrong too
+    wrong: int
+
+
+def variants(faults: Iterable[str] = tuple(FAULTS)) -> list[Variant]:
+    found = []
+    for fault in faults:
+        found.append(Variant(fault))
+        if fault in TILED:
+            found += [Variant(fault, size, 0) for size in TILE_SIZES]
+        if fault in WRITTEN:
+            found.append(Variant(fault, written=True))
+        if fault in SPLIT:
+            found += [Variant(fault, min(size, 32), size) for size in TILE_SIZES]
+            found += [Variant(fault, split_kv=-parts) for parts in (2, 3, 4, 8)]
+    return found
+
+
+class Corpus:
+    """Every known fault's answers to the probes, worked out as they are asked for."""
+
+    def __init__(self, chosen: Sequence[Probe] | None = None, *, seed: int = 0) -> None:
+        self.benches = [Bench(probe) for probe in (probes(seed) if chosen is None else chosen)]
+        self.variants = variants()
+        self._tables: dict[int, _Table] = {}
+
+    def observe(self, subject: Subject, progress: Progress | None = None) -> list[Observation]:
+        """A subject's answers to every probe."""
+        found = [Observation(refused="the fault shows on shorter ones") for _ in self.benches]
+        for done, place in enumerate(sorted(range(len(found)), key=lambda n: self.benches[n].long)):
+            bench = self.benches[place]
+            if progress:
+                progress(f"asking: {bench.probe.name}", done, len(self.benches))
+            if not bench.long or not any(one.failed for one in found):
+                found[place] = bench.observe(subject, properties=bench.probe.name in STEADINESS)
+        return found
+
+    def try_size(self, tile_kv: int) -> None:
+        """Try the faults of tiles with one more tile size."""
+        if tile_kv not in TILE_SIZES:
+            self.variants += [Variant(fault, tile_kv, 0) for fault in TILED]
+            self._tables.clear()
+
+    def rank(self, seen: Sequence[Observation], progress: Progress | None = None) -> list[Candidate]:
+        """The faults that come near, the nearest first; none for a subject that fails nowhere.
+
+        All faults are compared on a few of the probes that the subject fails on, the best of them on every probe."""
+        failing = [place for place, one in enumerate(seen) if one.failed and not one.raised]
+        if not failing:
+            return []
+        few = sorted({failing[round(n * (len(failing) - 1) / (FIRST_PROBES - 1))] for n in range(FIRST_PROBES)})
+        usual = [place for place, v in enumerate(self.variants) if v.usual]
+        first = self._distances(seen, few, usual, progress)[:, 0]
+        best = [usual[place] for place in first.argsort(stable=True).tolist()[:FINALISTS]]
+        finalists = best + self._sizes(seen, failing, progress)
+        found = self._distances(seen, range(len(seen)), finalists, progress)
+        ranked: dict[str, Candidate] = {}
+        for place in found[:, 0].argsort(stable=True).tolist():
+            v, (distance, explained, wrong) = self.variants[finalists[place]], found[place].tolist()
+            size = v.split_kv if v.fault in SPLIT else v.tile_kv if v.fault in TILED else 0
+            ranked.setdefault(v.fault, Candidate(v.fault, distance, size, int(explained), int(wrong)))
+        return list(ranked.values())
+
+    def _sizes(self, seen: Sequence[Observation], failing: list[int], progress: Progress | None) -> list[int]:
+        """The best tile sizes of the nearest of the faults that have such, by the first probes that tell."""
+        sized = [place for place, v in enumerate(self.variants) if not v.usual]
+        telling = [place for place in failing if self.benches[place].probe.name in TILE_PROBES][:SIZE_PROBES]
+        if not telling or not sized:
+            return []
+        found = self._distances(seen, telling, sized, progress)[:, 0]
+        kept: dict[str, list[int]] = {}
+        for place in found.argsort(stable=True).tolist():
+            kept.setdefault(self.variants[sized[place]].fault, []).append(sized[place])
+        return [place for places in list(kept.values())[:SIZED_FINALISTS] for place in places[:BEST_SIZES]]
+
+    def _distances(
+        self, seen: Sequence[Observation], places: Iterable[int], chosen: list[int], progress: Progress | None
+    ) -> Tensor:
+        """(variants, 3): the distance, how many wrong tensors the two share, and how many the subject has."""
+        totals, places = torch.zeros(4, len(chosen)), list(places)
+        for done, place in enumerate(places):
+            bench, observation = self.benches[place], seen[place]
+            if progress:
+                progress(f"comparing: {bench.probe.name}", done, len(places))
+            if not observation.answers:
+                continue
+            if place not in self._tables:
+                self._tables[place] = _Table(bench, self.variants)
+            totals += self._tables[place].compare(observation, chosen)
+        distances = torch.where(totals[1] > 0, totals[0] / totals[1].clamp_min(1e-9), 1.0)
+        return torch.stack((distances, totals[2], totals[3]), 1)
+
+
+class _Table:
+    """The answers of all variants to one probe, a row each, filled as they are needed."""
+
+    def __init__(self, bench: Bench, chosen: Sequence[Variant]) -> None:
+        self.bench, self.chosen = bench, chosen
+        count, asked = len(chosen), {written: _asked(bench, written) for written in (False, True)}
+        self.unknown = torch.tensor([v.fault in asked[v.written] for v in chosen])
+        self.rows = {name: _Rows(bench.right(name), count) for name in bench.truths}
+        self.changes, self.writes = torch.zeros(2, count, dtype=torch.bool)
+
+    def compare(self, seen: Observation, chosen: list[int]) -> Tensor:
+        """(distances, weights, wrong in both, wrong in the subject), each for every chosen variant."""
+        for place in chosen:
+            if self.unknown[place]:
+                self._fill(place)
+        index = torch.tensor(chosen)
+        totals = torch.zeros(4, len(chosen))
+        out_wrong = seen.answers["out"].failed | self.rows["out"].failed[index]
+        for name, answer in seen.answers.items():
+            rows = self.rows[name]
+            failed = rows.failed[index]
+            counts = failed | answer.failed
+            if name not in ("out", "lse"):
+                counts &= ~out_wrong
+            both = counts & failed & answer.failed
+            distance = torch.ones(len(chosen))
+            if bool(both.any()):
+                distance[both] = 1 - rows.likeness(index[both], answer)
+            weight = WEIGHTS.get(name, OTHERS) * counts
+            totals += torch.stack((weight * distance, weight, both.float(), (counts & answer.failed).float()))
+        if self.bench.probe.name in STEADINESS:
+            for flag, theirs in ((seen.changes, self.changes[index]), (seen.writes, self.writes[index])):
+                mine = torch.full_like(theirs, flag)
+                weight = STEADINESS_WEIGHT * (mine | theirs)
+                totals += torch.stack((weight * (mine != theirs), weight, (mine & theirs).float(), mine.float()))
+        return totals
+
+    def _fill(self, place: int) -> None:
+        v = self.chosen[place]
+        seen = self.bench.observe(v.subject(), properties=v.fault in UNSTEADY)
+        for name, rows in self.rows.items():
+            if seen.raised:  # it followed a page number into nowhere
+                rows.failed[place], rows.wrong[place], rows.got[place] = True, True, torch.nan
+            else:
+                rows.put(place, seen.answers[name])
+        self.changes[place], self.writes[place], self.unknown[place] = seen.changes, seen.writes, False
+
+
+class _Rows:
+    """One tensor of one probe as every variant answers it; right until told otherwise."""
+
+    def __init__(self, right: Answer, count: int) -> None:
+        self.failed = torch.zeros(count, dtype=torch.bool)
+        self.relative = torch.zeros(count)
+        self.want = right.got.float()
+        self.got = self.want.repeat(count, 1)
+        self.wrong = torch.zeros_like(self.got, dtype=torch.bool)
+
+    def put(self, place: int, answer: Answer) -> None:
+        self.failed[place], self.relative[place] = answer.failed, answer.relative
+        self.got[place], self.wrong[place] = answer.got.float(), answer.wrong
+
+    def likeness(self, index: Tensor, answer: Answer) -> Tensor:
+        """In [0, 1], for variants that are wrong where the subject is."""
+        got, theirs, wrong = answer.got.float(), self.got[index], self.wrong[index]
+        either = wrong | answer.wrong
+        count = either.sum(1)
+        jaccard = torch.where(count > 0, (wrong & answer.wrong).sum(1) / count.clamp_min(1), 1.0)
+        errors = torch.maximum((theirs - self.want).abs(), (got - self.want).abs())
+        agree = 1 - ((theirs - got).abs() / errors.clamp_min(1e-30)).clamp(0, 1)
+        same = (theirs == got) | (theirs.isnan() & got.isnan())
+        agree = torch.where(same, 1.0, torch.where(agree.isnan(), 0.0, agree))
+        values = (agree * either).sum(1) / count.clamp_min(1)
+        relative = self.relative[index]
+        ratio = torch.log2(relative.clamp_min(1e-12) / max(answer.relative, 1e-12)).abs()
+        size = (1 - ratio / 3).clamp(0, 1)
+        small = (relative < SMALL) & (answer.relative < SMALL)
+        values = torch.where(small, torch.maximum(values, size), values)
+        jaccard = torch.where(small, torch.maximum(jaccard, size), jaccard)
+        values = ((values - CHANCE) / (1 - CHANCE)).clamp_min(0)
+        return (1 + jaccard + 2 * values) / 4
+
+
+def _asked(bench: Bench, written: bool) -> set[str]:
+    """The faults that the tiled kernel comes by on its way through a probe: with any other it answers rightly."""
+    asked: set[str] = set()
+
+    class Listener(_Written if written else Mutant):  # type: ignore[misc]
+        def has(self, fault: str) -> bool:
+            asked.add(fault)
+            return False
+
+    bench.observe(Listener(), properties=False)
+    return asked

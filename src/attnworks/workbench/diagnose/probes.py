@@ -1,0 +1,266 @@
+"""Probes: the small problems on which wrong kernels differ from each other, and what a subject answers to them.
+
+Each probe is chosen for a family of faults; that together they tell the known faults apart is measured
+(``nearest.alike``, docs/kill_table.md). A kernel that refuses a probe, or has no LSE or gradients, is compared on the
+rest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnworks.masks import Causal, Window
+from attnworks.scores import Softcap
+from attnworks.workbench.cases import AlibiRule, BiasRule, BooleanRule, Case, SinkRule
+from attnworks.workbench.inputs import Inputs
+from attnworks.workbench.metrics import Standard
+from attnworks.workbench.properties import same_bits
+from attnworks.workbench.subjects import Declined, Subject
+from attnworks.workbench.verify import Answers
+
+FP16, BF16 = torch.float16, torch.bfloat16
+LARGEST_SAMPLE = 768
+
+
+def _case(name: str, seq_q: int, seq_kv: int, **fields: Any) -> Case:
+    return Case(f"probe: {name}", "tells faults apart", seq_q=seq_q, seq_kv=seq_kv, **fields)
+
+
+def _probes() -> tuple[Case, ...]:
+    grads: dict[str, Any] = {"gradients": True}
+    causal: dict[str, Any] = {"mask": (Causal(),), **grads}
+    heads: dict[str, Any] = {"batch": 2, "heads_q": 4, "heads_kv": 4, **grads}
+    varlen: dict[str, Any] = {
+        "form": "varlen",
+        "lengths": ((5, 50), (64, 10), (1, 90)),
+        "spare": 6,
+        "mask": (Causal(),),
+    }
+    decode: dict[str, Any] = {"form": "decode", "heads_q": 4, "lengths": ((1, 1), (1, 200), (1, 77))}
+    few: dict[str, Any] = {"lengths": ((4, 4), (4, 150), (4, 77)), "mask": (Causal(),), "heads_q": 2}
+    return (
+        _case("square", 128, 128, batch=2, **grads),
+        _case("off the tile", 163, 163, **grads),
+        _case("lengths apart", 40, 203, batch=2, **grads),
+        _case("rising maximum", 70, 333, generator="rising maximum", **grads),
+        _case("falling maximum", 70, 333, generator="falling maximum"),
+        _case("large scores", 70, 200, generator="large scores"),
+        _case("strongly negative", 40, 97, generator="strongly negative", **grads),
+        _case("nan query", 37, 37, generator="nan query"),
+        _case("fp16", 64, 128, dtype=FP16, **grads),
+        _case("bf16", 64, 128, dtype=BF16, **grads),
+        _case("large scores in bf16", 64, 128, dtype=BF16, generator="large scores"),
+        _case("16k keys in fp16", 3, 16_411, dtype=FP16),
+        _case("16k keys in bf16", 3, 16_411, dtype=BF16),
+        _case("causal", 130, 130, batch=2, **causal),
+        _case("causal, few queries", 40, 100, **causal),
+        _case("causal, rows without keys", 100, 40, **causal),
+        _case("causal from the top left", 40, 100, mask=(Causal("top-left"),), **grads),
+        _case("gradient of the lse", 40, 72, lse_cotangent=True, **grads),
+        _case("window", 100, 100, mask=(Window(7, 5),), **grads),
+        _case("boolean mask", 33, 70, batch=2, mask=(BooleanRule("bhqk", empty_row=True),), **grads),
+        _case("6 heads on 3", 40, 72, batch=2, heads_q=6, heads_kv=3, **grads),
+        _case("8 heads on 2", 40, 72, batch=2, heads_q=8, heads_kv=2, **grads),
+        _case("unequal dims", 40, 72, head_dim_v=40, **grads),
+        _case("scale 0.3", 40, 72, scale=0.3, **grads),
+        _case("softcap", 50, 70, scores=(Softcap(2.0),), **grads),
+        _case("softcap, causal", 50, 70, scores=(Softcap(2.0),), mask=(Causal(),)),
+        _case("softcap of large scores", 50, 70, scores=(Softcap(20.0),), generator="large scores"),
+        _case("alibi", 50, 70, scores=(AlibiRule(),), **{**heads, "mask": (Causal(),)}),
+        _case("bias", 50, 70, scores=(BiasRule("bhqk"),), **heads),
+        _case("bias that hides", 50, 70, scores=(BiasRule("bhqk", hide=True),), **heads),
+        _case("sink", 50, 70, scores=(SinkRule(),), **heads),
+        _case("sink 30000", 50, 70, scores=(SinkRule(30000.0),)),
+        _case("gapped", 37, 75, batch=2, memory="gapped", heads_q=4, heads_kv=4),
+        _case("varlen", 64, 90, **varlen, **grads),
+        _case("cache", 1, 220, **decode),
+        _case("pages of 17", 4, 170, **{**decode, **few, "page_size": 17}),
+        _case("pages apart", 1, 220, **{**decode, "page_size": 16, "memory": "halves"}),
+        _case("append", 2, 220, **{**decode, "lengths": ((2, 2), (2, 200)), "new_keys": 2, "page_size": 16}),
+        _case("int8 cache", 1, 220, **{**decode, "dtype": BF16, "cache_dtype": torch.int8, "page_size": 16}),
+    )
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A case with what lies around its tensors: a kernel that reads past them answers otherwise with other poison."""
+
+    case: Case
+    poison: float = math.nan
+
+    @property
+    def name(self) -> str:
+        shown = self.case.name.removeprefix("probe: ")
+        return shown if math.isnan(self.poison) else f"{shown}, {self.poison:g} behind the end"
+
+
+def probes(seed: int = 0) -> tuple[Probe, ...]:
+    """The probes, their inputs drawn with ``seed``."""
+    made = [Probe(case.with_seed(seed)) for case in _probes()]
+    return (*made, *(Probe(probe.case, 1.0) for probe in made if probe.name == "cache"))
+
+
+@dataclass
+class Truth:
+    """What is right for one tensor of a probe, flattened: values, elementwise budgets, budget of the whole error's
+    norm. ``sample``: the elements that wrong kernels are compared on, every row among them."""
+
+    standard: Standard
+    want: Tensor
+    budget: Tensor
+    norm: float
+    norm_budget: float
+    sample: Tensor
+
+
+@dataclass
+class Answer:
+    """One tensor of a subject's answer. ``got`` and ``wrong`` are of the sample; ``relative``: Frobenius error over the
+    norm of the right values; ``parts``: the whole tensor, sequence by sequence."""
+
+    failed: bool
+    got: Tensor
+    wrong: Tensor
+    relative: float
+    parts: list[Tensor]
+
+
+@dataclass
+class Observation:
+    """A subject's answers to one probe. ``refused``: why it did not run; ``raised``: the exception it ended in;
+    ``changes``: two calls differed in a bit; ``writes``: it changed its inputs."""
+
+    answers: dict[str, Answer] = field(default_factory=dict)
+    refused: str = ""
+    raised: str = ""
+    changes: bool = False
+    writes: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.raised or self.changes or self.writes or any(a.failed for a in self.answers.values()))
+
+
+class Bench:
+    """One probe with its truths, worked out once for all subjects."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self.long = probe.case.seq_kv > 1000
+
+    @cached_property
+    def truths(self) -> dict[str, Truth]:
+        answers = Answers(self.probe.case)
+        found = answers.gradients if self.probe.case.gradients else answers.forward
+        return {name: _truth(standard) for name, standard in found.items()}
+
+    def observe(self, subject: Subject, *, properties: bool = True) -> Observation:
+        """Run a subject once, twice where ``properties`` asks whether calls repeat and leave their inputs alone."""
+        inputs = self.probe.case.build(self.probe.poison)
+        refused = subject.reasons(inputs)
+        if refused:
+            return Observation(refused="; ".join(refused))
+        try:
+            got = self._gradients(subject, inputs) if self.probe.case.gradients else None
+            first = None
+            if got is None or properties:
+                inputs = self.probe.case.build(self.probe.poison)
+                first = _forward(subject, inputs)
+            seen = Observation({name: self._judge(name, parts) for name, parts in (got or first or {}).items()})
+            if first is not None and properties:
+                before = self.probe.case.build(self.probe.poison)
+                seen.writes = any(not same_bits(getattr(before, n), getattr(inputs, n)) for n in "qkv")
+                if self.probe.case.new_keys:
+                    seen.writes = False  # an append may well be in place
+                again = _forward(subject, before)
+                seen.changes = any(not same_bits(a, b) for n in first for a, b in zip(first[n], again[n], strict=True))
+        except Declined as error:
+            return Observation(refused=str(error))
+        except Exception as error:  # whatever a kernel under test raises
+            return Observation(raised=f"{type(error).__name__}: {error}")
+        return seen
+
+    def _gradients(self, subject: Subject, inputs: Inputs) -> dict[str, list[Tensor]] | None:
+        """Values and gradients, None where the subject has none."""
+        if subject.reasons(inputs, differentiable=True):
+            return None
+        leaves = inputs.differentiable()
+        out, lse = subject(inputs)
+        if not out.requires_grad:
+            return None
+        results, cotangents = [out], [inputs.scatter([part.d_out for part in inputs.values], out)]
+        d_lse = [part.d_lse for part in inputs.values if part.d_lse is not None]
+        if self.probe.case.lse_cotangent:
+            if lse is None or not lse.requires_grad:
+                return None
+            results, cotangents = [out, lse], [*cotangents, inputs.scatter_lse(d_lse, lse)]
+        grads = torch.autograd.grad(results, list(leaves.values()), cotangents, materialize_grads=True)
+        found = _values(inputs, out.detach(), None if lse is None else lse.detach())
+        for name, grad in zip(leaves, grads, strict=True):
+            found[f"d{name}"] = [grad] if name in ("bias", "sink") else inputs.gather(grad, keys=name != "q")
+        return found
+
+    def right(self, name: str) -> Answer:
+        """The answer of a kernel without a fault."""
+        truth = self.truths[name]
+        want = truth.want[truth.sample]
+        return Answer(False, want, torch.zeros_like(want, dtype=torch.bool), 0.0, truth.standard.want)
+
+    def _judge(self, name: str, parts: list[Tensor]) -> Answer:
+        truth = self.truths[name]
+        if [x.shape for x in parts] != [x.shape for x in truth.standard.want]:
+            lost = torch.full_like(truth.want[truth.sample], torch.nan)
+            return Answer(True, lost, torch.ones_like(lost, dtype=torch.bool), math.inf, parts)
+        got = _flat(parts)
+        finite = got.isfinite() & truth.want.isfinite()
+        error = torch.where(finite, (got - truth.want).abs(), 0)
+        strange = ~finite & ~((got == truth.want) | (got.isnan() & truth.want.isnan()))
+        # A value beyond the dtype's largest rounds to infinity.
+        strange &= ~(got.isinf() & (truth.want.abs() > torch.finfo(parts[0].dtype).max))
+        wrong = (error > truth.budget) | strange
+        norm = float(error.norm())
+        failed = bool(wrong.any()) or norm > truth.norm_budget
+        relative = norm / truth.norm if truth.norm else 0.0
+        return Answer(failed, got[truth.sample], wrong[truth.sample], relative, parts)
+
+
+def _forward(subject: Subject, inputs: Inputs) -> dict[str, list[Tensor]]:
+    out, lse = subject(inputs)
+    return _values(inputs, out, lse)
+
+
+def _values(inputs: Inputs, out: Tensor, lse: Tensor | None) -> dict[str, list[Tensor]]:
+    found = {"out": inputs.gather(out)}
+    return found if lse is None else {**found, "lse": inputs.gather_lse(lse)}
+
+
+def _flat(parts: list[Tensor]) -> Tensor:
+    return torch.cat([part.detach().double().flatten() for part in parts])
+
+
+def _truth(standard: Standard) -> Truth:
+    want = _flat(standard.want)
+    kept, start = [], 0
+    for part in standard.want:
+        kept.append(_sampled(part) + start)
+        start += part.numel()
+    sample = torch.cat(kept)
+    if len(sample) > LARGEST_SAMPLE:
+        sample = sample[torch.linspace(0, len(sample) - 1, LARGEST_SAMPLE).long()]
+    budget = float(standard.regions["tensor"].max()) if standard.regions else math.inf
+    return Truth(standard, want, _flat(standard.elementwise), standard.norm, budget, sample)
+
+
+def _sampled(part: Tensor) -> Tensor:
+    """One channel of every row of (..., rows, channels), another in each; everything of smaller tensors."""
+    if part.dim() < 3 or part.numel() <= 256:
+        return torch.arange(part.numel())
+    channels = part.shape[-1]
+    row = torch.arange(part.numel() // channels)
+    return row * channels + (row * 7) % channels

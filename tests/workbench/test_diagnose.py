@@ -1,0 +1,150 @@
+"""diagnose(): the right fault is named, in kernels by other hands as well, and a right kernel is called right."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from attnworks.workbench.cli import main
+from attnworks.workbench.diagnose import diagnose, symptoms
+from attnworks.workbench.diagnose.causes import CAUSES
+from attnworks.workbench.diagnose.explain import explain
+from attnworks.workbench.diagnose.nearest import SPLIT, TILED, WRITTEN, Corpus
+from attnworks.workbench.diagnose.patterns import in_weights, tile_size, weights
+from attnworks.workbench.diagnose.probes import Bench, Probe, probes
+from attnworks.workbench.diagnose.script import standalone
+from attnworks.workbench.diagnose.shrink import shrink
+from attnworks.workbench.mutants import FAULTS, Mutant
+from foreign_kernels import FOREIGN, Foreign, blocked, naive
+
+DOCS = Path(__file__).parents[2] / "docs"
+SHORT = ("square", "off the tile", "causal", "boolean mask", "8 heads on 2", "rising maximum")
+
+
+@pytest.fixture(scope="module")
+def short() -> Corpus:
+    """A few of the probes: what the faults below need."""
+    return Corpus([probe for probe in probes() if probe.name in SHORT])
+
+
+def _probe(name: str) -> Probe:
+    return next(probe for probe in probes() if probe.name == name)
+
+
+@pytest.mark.parametrize("fault", ["dq not scaled", "causal shows the next", "KV head by remainder", "lse in base 2"])
+def test_a_mutant_is_named_first(short: Corpus, fault: str) -> None:
+    found = diagnose(Mutant(fault, tile_kv=40, split_kv=0), corpus=short)
+    assert found.candidates[0].fault == fault
+    assert found.certainty == "sure"
+
+
+@pytest.mark.parametrize(
+    ("function", "fault", "tile"),
+    [(blocked, "accumulator not rescaled", 50), (blocked, "sum not rescaled", 72), (naive, "scale twice", 0)],
+)
+def test_a_foreign_kernel_with_other_tiles_is_recognised(
+    short: Corpus, function: object, fault: str, tile: int
+) -> None:
+    subject = Foreign(function, fault, **({"tile": tile} if tile else {}))  # type: ignore[arg-type]
+    names = [candidate.fault for candidate in short.rank(short.observe(subject))[:2]]
+    assert fault in names
+
+
+def test_the_foreign_kernels_cover_forward_and_backward() -> None:
+    assert {subject.function.__name__ for subject, _ in FOREIGN} == {"naive", "blocked", "split", "with_backward"}
+    assert len(FOREIGN) > 80
+
+
+def test_a_right_kernel_is_called_right(short: Corpus) -> None:
+    observed = short.observe(Mutant())
+    assert not any(seen.failed for seen in observed)
+    assert short.rank(observed) == []
+
+
+def test_the_tile_size_is_read_from_the_weights() -> None:
+    subject = Foreign(blocked, "accumulator not rescaled", tile=56)
+    corpus = Corpus([_probe("square"), _probe("rising maximum")])
+    seen = corpus.observe(subject)
+    assert tile_size(subject, corpus.benches, seen) == 56
+    assert any("tiles of 56 keys" in pattern for pattern in in_weights(subject, corpus.benches, seen))
+    corpus.try_size(56)
+    nearest = corpus.rank(seen)[0]
+    assert (nearest.fault, nearest.tile) == ("accumulator not rescaled", 56)
+    assert 57 <= shrink(subject, _probe("square")).case.seq_kv < 80
+
+
+def test_patterns_say_what_is_special(short: Corpus) -> None:
+    grouped = diagnose(Mutant("KV head by remainder"), corpus=short)
+    assert "fails exactly with grouped heads" in grouped.patterns
+    unscaled = diagnose(Mutant("dq not scaled"), corpus=short)
+    assert any("dq is 8 times the right one, 1/scale" in pattern for pattern in unscaled.patterns)
+    assert any(pattern.startswith("the output is right; wrong: dq") for pattern in unscaled.patterns)
+    shows = diagnose(Mutant("causal shows the next"), corpus=short)
+    assert any("hidden keys get weight: 1 in each row that has any" in pattern for pattern in shows.patterns)
+
+
+def test_weights_are_read_out_by_identity_values() -> None:
+    got, want = weights(Mutant(), _probe("off the tile").case)
+    assert got.shape == want.shape
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
+
+
+def test_something_unknown_is_not_named(short: Corpus) -> None:
+    class Nonsense(Mutant):
+        def __call__(self, inputs, **options):  # type: ignore[no-untyped-def]
+            out, lse = super().__call__(inputs, **options)
+            return torch.cos(37 * out), lse
+
+    found = diagnose(Nonsense(), corpus=short)
+    assert not found.right
+    assert found.certainty == ""
+    assert any("None of the known faults" in line for _, lines in explain(found) for line in lines)
+
+
+@pytest.mark.parametrize(
+    "fault", ["causal ignored", "softcap ignored", "dk, dv of one query head", "empty rows give NaN"]
+)
+def test_the_script_fails_and_passes_without_the_fault(fault: str, tmp_path: Path) -> None:
+    names = {"softcap ignored": "softcap", "causal ignored": "causal", "empty rows give NaN": "boolean mask"}
+    smallest = shrink(Mutant(fault), _probe(names.get(fault, "8 heads on 2")))
+    assert Bench(smallest).observe(Mutant(fault)).failed
+    assert smallest.case.seq_q <= 4 and smallest.case.head_dim <= 4
+    for kernel, status in ((fault, 1), ("", 0)):
+        script = tmp_path / f"repro{status}.py"
+        script.write_text(standalone(Mutant(kernel), smallest.case), encoding="utf-8")
+        with pytest.raises(SystemExit) as done:
+            runpy.run_path(str(script))
+        assert done.value.code == status
+
+
+def test_the_script_of_a_kernel_needs_torch_alone(tmp_path: Path) -> None:
+    script = standalone(Mutant("scale twice"), _probe("rising maximum").case, "kernel.py:attention")
+    assert "runpy.run_path('kernel.py')['attention']" in script
+    assert "attnworks." not in script.replace("attnworks diagnose", "")
+
+
+def test_a_script_needs_a_dense_case() -> None:
+    with pytest.raises(ValueError, match="case: was of form decode, must be dense"):
+        standalone(Mutant(), _probe("cache").case)
+
+
+def test_every_fault_has_a_cause_and_the_sizes_name_faults() -> None:
+    assert list(CAUSES.keys() - FAULTS.keys()) == list(FAULTS.keys() - CAUSES.keys()) == []
+    assert {*TILED, *SPLIT, *WRITTEN} <= set(FAULTS)
+
+
+def test_the_page_of_symptoms_is_up_to_date() -> None:
+    assert (DOCS / "symptoms.md").read_text(encoding="utf-8") == symptoms.page()
+
+
+def test_the_command_lists_mutants_and_wants_one_kernel() -> None:
+    listed = CliRunner().invoke(main, ["diagnose", "--mutant", "list"])
+    assert listed.output.splitlines() == list(FAULTS)
+    for wrong in ([], ["a.b:c", "--mutant", "scale twice"]):
+        refused = CliRunner().invoke(main, ["diagnose", *wrong])
+        assert refused.exit_code == 2
+        assert "name either a kernel" in refused.output
