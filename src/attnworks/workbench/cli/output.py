@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 UNKNOWN = "-"
+WRAPPED_TEXT = 24  # characters to which a column of text may be narrowed
 
 
 def json_option(command: Command) -> Command:
@@ -42,17 +45,20 @@ def print_table(title: str, made: Table) -> None:
 
 
 def _parts(made: Table) -> list[Table]:
-    screen = console()
     first, *rest = made.columns
     found, group = [], [first]
     for column in rest:
-        wider = _of_columns([*group, column], made.show_header)
-        wanted = screen.measure(wider, options=screen.options.update(max_width=10**4)).maximum
-        if len(group) > 1 and wanted > screen.width:
+        if len(group) > 1 and sum(map(_width, [*group, column])) + 2 * len(group) > console().width:
             found.append(_of_columns(group, made.show_header))
             group = [first]
         group.append(column)
     return [*found, _of_columns(group, made.show_header)]
+
+
+def _width(column: Column) -> int:
+    """What a column needs: numbers are not broken, text may be wrapped."""
+    wanted = max(cell_len(Text.from_markup(str(cell)).plain) for cell in (column.header, *column.cells))
+    return wanted if column.justify == "right" else min(wanted, WRAPPED_TEXT)
 
 
 def _of_columns(columns: list[Column], show_header: bool) -> Table:
