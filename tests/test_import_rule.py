@@ -21,7 +21,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("ops",),
     ("prepared",),
     ("api",),
-    ("workbench", "integrations"),
+    ("workbench", "integrations", "testing"),
 ]
 ORDER = {name: (layer, place) for layer, names in enumerate(LAYERS) for place, name in enumerate(names)}
 HEAVY = ("click", "rich", "platformdirs", "triton", "matplotlib", "jinja2", "openvino", "onnxruntime", "pytest")

@@ -6,24 +6,125 @@ autograd, so a subject has no method for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 import attnworks
-from attnworks import dispatch
+from attnworks import dispatch, scores
 from attnworks.backends import Backend, cpu, reference
 from attnworks.hardware import detect
+from attnworks.masks import Causal, Window
 from attnworks.plan import Plan
 from attnworks.workbench.inputs import Inputs
 
 Outcome = tuple[Tensor, Tensor | None]
 
+FORMS = ("dense", "varlen", "decode")
+MASKS = ("causal", "window", "boolean", "function")
+SCORES = ("softcap", "alibi", "bias", "sink", "function")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+class Finding(Exception):
+    """What a kernel did wrong in a call other than a wrong value, in words: a crash, a hang, a wrong shape."""
+
+
+class Declined(Exception):
+    """A kernel said, when called, that it does not do the case: listed, not failed."""
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a kernel can do, as declared or found by trying; None is no limit beyond its parameters.
+
+    ``masks`` of ``MASKS``, ``scores`` of ``SCORES``, ``forms`` of ``FORMS``. ``gqa``: fewer KV heads than query heads.
+    ``unequal_dims``: head_dim_v other than head_dim. ``lse``: it returns one; ``lse_gradients``: one that gradients
+    flow through. ``batch_invariant``, ``thread_invariant``: it promises the same bits whatever the rest of the batch
+    and the number of threads: only then is that checked.
+    """
+
+    dtypes: tuple[torch.dtype, ...] | None = None
+    head_dims: tuple[int, ...] | None = None
+    forms: tuple[str, ...] | None = None
+    masks: tuple[str, ...] | None = None
+    scores: tuple[str, ...] | None = None
+    gqa: bool = True
+    unequal_dims: bool = True
+    lse: bool = True
+    lse_gradients: bool = True
+    gradients: bool = True
+    batch_invariant: bool = True
+    thread_invariant: bool = True
+
+    @classmethod
+    def declared(cls, declares: Mapping[str, Any], owner: str) -> Abilities:
+        """From a kernel's ``declares``: this class's fields, dtypes by name ("bf16") or as torch's, and ``fp64=True``
+        for one that takes fp64, which is not asked of it otherwise. Raises ``ValueError`` for anything else."""
+        given = dict(declares)
+        fp64 = bool(given.pop("fp64", False))
+        known = [f.name for f in fields(cls)]
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(f"{owner} declares: was given {unknown[0]!r}, must hold only {', '.join(known)} and fp64")
+        dtypes = given.pop("dtypes", ("fp32", "bf16", "fp16"))
+        chosen = tuple(_DTYPES.get(dtype, dtype) for dtype in dtypes) + ((torch.float64,) if fp64 else ())
+        if wrong := [dtype for dtype in chosen if not isinstance(dtype, torch.dtype)]:
+            raise ValueError(
+                f"{owner} declares dtypes: held {wrong[0]!r}, must hold {', '.join(_DTYPES)} or torch.dtype"
+            )
+        for name, allowed in (("forms", FORMS), ("masks", MASKS), ("scores", SCORES)):
+            if wrong := [kind for kind in given.get(name) or () if kind not in allowed]:
+                raise ValueError(f"{owner} declares {name}: held {wrong[0]!r}, must hold only {', '.join(allowed)}")
+        return cls(dtypes=chosen, **{"batch_invariant": False, "thread_invariant": False} | given)
+
+    def reasons(self, inputs: Inputs, differentiable: bool = False) -> tuple[str, ...]:
+        """What of a case it cannot do."""
+        case = inputs.case
+        found = []
+        if self.dtypes is not None and case.dtype not in self.dtypes:
+            found.append(f"dtype {str(case.dtype).removeprefix('torch.')}")
+        if self.forms is not None and case.form not in self.forms:
+            found.append(f"form {case.form}")
+        dims = {case.head_dim, case.head_dim_v} if self.head_dims is not None else set()
+        found += [f"head dim {dim}" for dim in sorted(dims.difference(self.head_dims or ()))]
+        if case.head_dim != case.head_dim_v and not self.unequal_dims:
+            found.append("head_dim_v of its own")
+        if case.heads_q != case.heads_kv and not self.gqa:
+            found.append("grouped heads")
+        masks, modifiers = (
+            MASKS if self.masks is None else self.masks,
+            SCORES if self.scores is None else self.scores,
+        )
+        found += [f"mask {kind}" for kind in sorted(mask_kinds(inputs)) if kind not in masks]
+        found += [f"score modifier {kind}" for kind in sorted(score_kinds(inputs)) if kind not in modifiers]
+        if differentiable and not self.gradients:
+            found.append("gradients")
+        if differentiable and case.lse_cotangent and not self.lse_gradients:
+            found.append("gradients through the LSE")
+        return tuple(found)
+
+
+def mask_kinds(inputs: Inputs) -> set[str]:
+    """Which of ``MASKS`` a case has."""
+    kinds = set()
+    for mask in inputs.masks:
+        if isinstance(mask, Causal | Window):
+            kinds.add("causal" if isinstance(mask, Causal) else "window")
+        else:
+            kinds.add("boolean" if isinstance(mask, Tensor) else "function")
+    return kinds
+
+
+def score_kinds(inputs: Inputs) -> set[str]:
+    """Which of ``SCORES`` a case has."""
+    return {term.kind for term in scores.split(tuple(inputs.scores))[0]}
+
 
 class Subject(Protocol):
-    """Something that computes attention."""
+    """Something that computes attention. One that has an attribute ``abilities`` is held to those, any other to all."""
 
     @property
     def name(self) -> str: ...
@@ -81,6 +182,11 @@ class BackendSubject:
             options["plan"] = self.plan(inputs, inputs.q.requires_grad)
         result = call(**inputs.kwargs(), backend=self.backend.NAME, return_lse=return_lse, **options)
         return result if return_lse else (result, None)
+
+
+def abilities_of(subject: Subject) -> Abilities:
+    found = getattr(subject, "abilities", None)
+    return found if isinstance(found, Abilities) else Abilities()
 
 
 def backend_subjects(*, quick: bool = False) -> tuple[BackendSubject, ...]:

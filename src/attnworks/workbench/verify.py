@@ -12,7 +12,7 @@ import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -23,14 +23,16 @@ from attnworks.workbench import catalogue, fused, hand, properties
 from attnworks.workbench.cases import Case
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.metrics import Measure, Standard, measure, standards
-from attnworks.workbench.oracle import FORWARD, Expected
-from attnworks.workbench.subjects import Subject, backend_subjects
+from attnworks.workbench.oracle import Expected
+from attnworks.workbench.subjects import Declined, Finding, Subject, abilities_of, backend_subjects
 from attnworks.workbench.yardstick import flash_model
 
 Layer = Literal["hand", "oracle", "fused", "property"]
 Status = Literal["passed", "failed", "skipped"]
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done, total)."""
+
+NO_LSE = "it returns no LSE"
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ def verify(
     given = tuple(case for case in cases if isinstance(case, Case))
     patterns = tuple(case for case in cases if isinstance(case, str))
     chosen = given if given and not patterns else (*given, *catalogue.select(patterns, quick=quick, seed=seed))
+    if not any(abilities_of(subject).lse_gradients for subject in chosen_subjects):
+        chosen = tuple(replace(case, lse_cotangent=False) for case in chosen)  # their other gradients can be checked
     tried = tuple(case for case in chosen if case.name in properties.CASES)
     total, results = len(chosen) + len(tried), []
     with fresh_memory_poisoned():
@@ -151,12 +155,13 @@ def _subjects(backend: str, quick: bool) -> tuple[Subject, ...]:
 @contextlib.contextmanager
 def fresh_memory_poisoned() -> Iterator[None]:
     """``torch.empty`` gives NaN inside: what a kernel forgets to write shows."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not torch.use_deterministic_algorithms: that imports the compiler, for seconds.
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.set_deterministic_debug_mode(before)
 
 
 def verify_case(subject: Subject, answers: Answers) -> list[Result]:
@@ -171,11 +176,12 @@ def verify_case(subject: Subject, answers: Answers) -> list[Result]:
     def forward() -> tuple[tuple[Measure, ...], str]:
         inputs = case.build()
         out, lse = subject(inputs)
-        assert lse is not None
-        got.update(out=inputs.gather(out), lse=inputs.gather_lse(lse))
-        return tuple(measure(answers.forward[n], got[n]) for n in FORWARD), _outside(inputs, {"out": out})
+        got.update(_gathered(subject, inputs, out, lse))
+        return tuple(measure(answers.forward[n], got[n]) for n in got), _outside(inputs, {"out": out})
 
     results = [_result(subject, case, layer, "forward", forward)]
+    if got and "lse" not in got:
+        results.append(Result(subject.name, case, layer, "lse", "skipped", message=NO_LSE))
     if got and isinstance(answers.fused, fused.Fused):
         cross = answers.fused
         results.append(_result(subject, case, "fused", "fused", lambda: ((), cross.compare(got))))
@@ -188,26 +194,36 @@ def verify_case(subject: Subject, answers: Answers) -> list[Result]:
     return results
 
 
+def _gathered(subject: Subject, inputs: Inputs, out: Tensor, lse: Tensor | None) -> dict[str, list[Tensor]]:
+    """out and lse by sequence; only out of a subject that is known to return no LSE."""
+    if lse is None:
+        if abilities_of(subject).lse:
+            raise Finding("returned no lse where one was asked for")
+        return {"out": inputs.gather(out)}
+    return {"out": inputs.gather(out), "lse": inputs.gather_lse(lse)}
+
+
 def _gradients(subject: Subject, answers: Answers) -> tuple[tuple[Measure, ...], str]:
     inputs = answers.case.build()
     leaves = inputs.differentiable()
     out, lse = subject(inputs)
-    assert lse is not None
     results, cotangents = [out], [inputs.scatter([part.d_out for part in inputs.values], out)]
     d_lse = [part.d_lse for part in inputs.values if part.d_lse is not None]
     if answers.case.lse_cotangent:
+        assert lse is not None, "reasons() refuses the others"
         results.append(lse)
         cotangents.append(inputs.scatter_lse(d_lse, lse))
-    grads = dict(
-        zip(
-            leaves, torch.autograd.grad(results, list(leaves.values()), cotangents, materialize_grads=True), strict=True
-        )
-    )
+    tensors = list(leaves.values())
+    if out.requires_grad:
+        found = torch.autograd.grad(results, tensors, cotangents, materialize_grads=True)
+    else:  # it says that its output depends on no input, which is right where there is no key
+        found = tuple(torch.zeros_like(x) for x in tensors)
+    grads = dict(zip(leaves, found, strict=True))
     # The values too: a call that requires grad may well take another path than one that does not.
-    got = {"out": inputs.gather(out.detach()), "lse": inputs.gather_lse(lse.detach())}
+    got = _gathered(subject, inputs, out.detach(), None if lse is None else lse.detach())
     for name, grad in grads.items():
         got[f"d{name}"] = [grad] if name in ("bias", "sink") else inputs.gather(grad, keys=name != "q")
-    measures = tuple(measure(standard, got[n]) for n, standard in answers.gradients.items())
+    measures = tuple(measure(standard, got[n]) for n, standard in answers.gradients.items() if n in got)
     outside = _outside(inputs, {f"d{name}": grad for name, grad in grads.items() if name in "qkv"})
     return measures, outside
 
@@ -222,11 +238,25 @@ def _outside(inputs: Inputs, tensors: dict[str, Tensor]) -> str:
 def verify_properties(subject: Subject, case: Case) -> list[Result]:
     if subject.reasons(case.build()):
         return []
-    return [
-        _result(subject, case, "property", p.name, lambda p=p: ((), p.holds(subject, case)))  # type: ignore[misc]
-        for p in properties.PROPERTIES
-        if p.applies(case)
-    ]
+    results = []
+    for p in properties.PROPERTIES:
+        if not p.applies(case):
+            continue
+        if missing := _not_asked(subject, p.name):
+            results.append(Result(subject.name, case, "property", p.name, "skipped", message=missing))
+        else:
+            results.append(_result(subject, case, "property", p.name, lambda p=p: ((), p.holds(subject, case))))  # type: ignore[misc]
+    return results
+
+
+def _not_asked(subject: Subject, name: str) -> str:
+    """Why a property is not asked of a subject: what nobody promised is no fault."""
+    abilities = abilities_of(subject)
+    if name == "batch invariant" and not abilities.batch_invariant:
+        return "batch invariance is not declared"
+    if name == "ignores threads" and not abilities.thread_invariant:
+        return "thread invariance is not declared"
+    return NO_LSE if name == "merges" and not abilities.lse else ""
 
 
 def _result(
@@ -234,11 +264,18 @@ def _result(
 ) -> Result:
     """Run one check; an exception of the subject is a failure, not the end of the run."""
     started = time.perf_counter()
+    seen: list[str] = getattr(subject, "seen", [])
+    seen.clear()
     try:
         measures, message = run()
+    except Declined as error:
+        return Result(subject.name, case, layer, check, "skipped", message=str(error))
+    except Finding as error:
+        measures, message = (), str(error)
     except Exception as error:  # whatever a kernel under test raises
         where = traceback.extract_tb(error.__traceback__)[-1]
         measures, message = (), f"raised {type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+    message = "; ".join([*([message] if message else []), *dict.fromkeys(seen)])
     failed = message or any(not m.passed for m in measures)
     if failed and not message:
         worst = [(m.tensor, c) for m in measures for c in m.checks if not c.passed]

@@ -7,13 +7,22 @@ import sys
 import click
 
 from attnworks.workbench import catalogue, mutants, summary
-from attnworks.workbench.cli import output
+from attnworks.workbench.cli import output, verdicts
+from attnworks.workbench.conventions import BY_NAME
+from attnworks.workbench.isolation import TIMEOUT
+from attnworks.workbench.probing import Prepared, prepare
 from attnworks.workbench.verify import Result
 from attnworks.workbench.verify import verify as run
 
 
 @click.command()
+@click.argument("target", required=False)
 @click.option("--backend", default="auto-all", show_default=True, help="Name of a backend, or of one of its plans.")
+@click.option(
+    "--convention", type=click.Choice(list(BY_NAME)), help="How TARGET is called.  [default: by its parameters' names]"
+)
+@click.option("--in-process", is_flag=True, help="Run TARGET in this process: faster, but a crash ends the run.")
+@click.option("--timeout", default=TIMEOUT, show_default=True, help="Seconds for a call of TARGET, then it is killed.")
 @click.option(
     "--case", "cases", multiple=True, help="Part of a name, glob pattern or tag (form, dtype); may be repeated."
 )
@@ -23,29 +32,51 @@ from attnworks.workbench.verify import verify as run
 @click.option(
     "--mutants", "run_mutants", is_flag=True, help="Prove that the checks bite: every wrong kernel must be caught."
 )
+@click.option("--wide", is_flag=True, help="More columns than 80 characters hold.")
 @output.json_option
+@click.pass_context
 def verify(
-    backend: str, cases: tuple[str, ...], quick: bool, seed: int, list_only: bool, run_mutants: bool, as_json: bool
+    ctx: click.Context,
+    target: str | None,
+    backend: str,
+    convention: str | None,
+    in_process: bool,
+    timeout: float,
+    cases: tuple[str, ...],
+    quick: bool,
+    seed: int,
+    list_only: bool,
+    run_mutants: bool,
+    wide: bool,
+    as_json: bool,
 ) -> None:
-    """Prove the backends right: hand-computed cases, fp64 on stress inputs, torch's fused attention, and properties.
+    """Prove a kernel right: hand-computed cases, fp64 on stress inputs, torch's fused attention, and properties.
 
+    TARGET is any kernel, "package.module:function" or "path/file.py:function"; without one, attnworks' own backends.
     Every error is printed beside its budget. Exit code 1 if anything fails.
     """
+    if target is None and (convention or in_process):
+        raise click.UsageError("--convention and --in-process are about a TARGET, which is missing")
+    if target is not None and ctx.get_parameter_source("backend") is click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError("--backend names one of attnworks' own kernels: it cannot be given beside a TARGET")
     if list_only:
         _list(cases, quick, as_json)
     elif run_mutants:
         _mutants(seed, as_json)
     else:
+        prepared = None if target is None else prepare(target, convention, isolated=not in_process, timeout=timeout)
+        subjects = None if prepared is None else (prepared.subject,)
         with output.progress() as report:
-            results = run(backend=backend, cases=cases, quick=quick, seed=seed, progress=report)
+            results = run(
+                backend=backend, cases=cases, quick=quick, seed=seed, progress=report, subjects=subjects
+            )  # fmt: skip
         failed = [result for result in results if result.status == "failed"]
         if as_json:
-            spreads = [spread.to_json() for spread in summary.distribution(results)]
-            output.print_json(
-                {"passed": not failed, "distribution": spreads, "results": [result.to_json() for result in results]}
-            )
+            _print_json(prepared, results, failed)
         else:
-            _print(results, failed)
+            _print(prepared, results, failed, wide)
+        if prepared is not None:
+            prepared.close()
         sys.exit(1 if failed else 0)
 
 
@@ -76,38 +107,19 @@ def _mutants(seed: int, as_json: bool) -> None:
     sys.exit(1 if survivors else 0)
 
 
-def _print(results: list[Result], failed: list[Result]) -> None:
-    errors = output.table("subject", "dtype", "tensor", "tightest test", "error", "budget", "share", "max abs",
-                          "rel. Frobenius", "yardstick", "cosine", "case", text_columns=4)  # fmt: skip
-    for row in summary.worst(results):
-        m, check = row.measure, row.check
-        errors.add_row(
-            row.subject, row.dtype, row.tensor, check.name, f"{check.error:.2e}", f"{check.budget:.2e}",
-            output.in_percent(check.share), f"{m.max_abs:.1e}", f"{m.frobenius:.1e}", f"{m.yardstick:.1e}",
-            f"{m.cosine:.6f}", row.case,
-        )  # fmt: skip
-    output.print_table("Errors beside their budgets: the tightest case of each", errors)
-    spreads = output.table("by", "group", "tensors", "median", "P90", "P99", "max", text_columns=2)
-    for s in summary.distribution(results):
-        shares = (f"{x:.3g}" for x in (s.median, s.p90, s.p99, s.largest))
-        spreads.add_row(s.by, s.group, str(s.count), *shares)
-    output.print_table("Distribution of errors as shares of their budgets", spreads)
-    reasons = summary.skipped(results)
-    if reasons:
-        listed = output.table("subject", "reason", "checks", text_columns=2)
-        for (subject, reason), count in sorted(reasons.items()):
-            listed.add_row(subject, reason, str(count))
-        output.print_table("Skipped, by the backend's own verdict", listed)
-    totals = output.table("subject", "passed", "failed", "skipped", "hand", "oracle", "fused", "property")
-    for subject, by_status in summary.counts(results).items():
-        layers = (str(by_status[f"{layer} passed"]) for layer in ("hand", "oracle", "fused", "property"))
-        totals.add_row(subject, str(by_status["passed"]), str(by_status["failed"]), str(by_status["skipped"]), *layers)
-    output.print_table("Checks", totals)
-    for result in failed:
-        output.console().print(
-            f"FAILED {result.subject}: {result.check} of {result.case.name}: {result.message}",
-            style="red",
-            markup=False,
-        )
-    if not failed:
-        output.console().print("all passed", style="green")
+def _print_json(prepared: Prepared | None, results: list[Result], failed: list[Result]) -> None:
+    kernel = {} if prepared is None else {"kernel": prepared.to_json()}
+    spreads = [spread.to_json() for spread in summary.distribution(results)]
+    listed = [result.to_json() for result in results]
+    output.print_json({"passed": not failed, **kernel, "distribution": spreads, "results": listed})
+
+
+def _print(prepared: Prepared | None, results: list[Result], failed: list[Result], wide: bool) -> None:
+    if prepared is not None:
+        verdicts.print_kernel(prepared, results)
+    verdicts.print_errors(results, wide)
+    verdicts.print_distribution(results)
+    if prepared is None:
+        verdicts.print_skipped(results)
+    verdicts.print_totals(results)
+    verdicts.print_failures(failed)

@@ -1,0 +1,138 @@
+"""Probing: what a kernel can do that its parameters do not tell, found by trying it on small ordinary inputs.
+
+A kernel that raises, crashes or hangs when tried with a dtype, with grouped heads or with head_dim_v other than
+head_dim, or that asks for no gradient, is held not to do that: it is listed with what happened. If it fails on
+everything, nothing is held against it and the failures show where they belong, in the results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from attnworks.workbench.cases import Case
+from attnworks.workbench.conventions import Kernel, as_subject, load_subject
+from attnworks.workbench.guards import Guarded
+from attnworks.workbench.isolation import TIMEOUT, Isolated
+from attnworks.workbench.subjects import FORMS, Declined, Finding, abilities_of
+
+_ROWS = 64
+_BASES = {
+    "dense": Case("probe: dense", "an ordinary call", seq_q=_ROWS, seq_kv=_ROWS),
+    "varlen": Case("probe: varlen", "an ordinary call", form="varlen", lengths=((_ROWS, _ROWS), (32, 32))),
+    "decode": Case(
+        "probe: decode", "an ordinary call", form="decode", seq_q=1, seq_kv=_ROWS, lengths=((1, _ROWS), (1, 32))
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A kernel ready to be verified. ``about``: convention, layout and parameters as inferred, empty for one that
+    brought its own ``Subject``; ``refused``: what it did not do when tried, with what happened."""
+
+    subject: Guarded
+    about: dict[str, Any]
+    refused: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        abilities = asdict(self.subject.abilities)
+        abilities["dtypes"] = [str(dtype).removeprefix("torch.") for dtype in abilities["dtypes"] or ()]
+        isolated = isinstance(self.subject, Isolated)
+        timeout = self.subject.timeout if isinstance(self.subject, Isolated) else None
+        kernel = {"name": self.subject.name, "isolated": isolated, "timeout": timeout, **self.about}
+        return kernel | {"abilities": abilities, "refused": self.refused}
+
+    def close(self) -> None:
+        if isinstance(self.subject, Isolated):
+            self.subject.close()
+
+
+def prepare(target: str, convention: str | None = None, *, isolated: bool = True, timeout: float = TIMEOUT) -> Prepared:
+    """Load a kernel as ``load_subject`` does, between guard bands and, if ``isolated``, in a process of its own, and
+    try what it can do. Raises ``ValueError`` where it cannot be loaded."""
+    if isolated:
+        there = Isolated(target, convention, timeout)
+        return _probed(there, there.about)
+    here = load_subject(target, convention)
+    return _probed(Guarded(here), here.about() if isinstance(here, Kernel) else {})
+
+
+def prepare_function(function: Any, convention: str | None = None) -> Prepared:
+    """``prepare`` for a function at hand, in this process."""
+    here = as_subject(function, convention)
+    return _probed(Guarded(here), here.about() if isinstance(here, Kernel) else {})
+
+
+def _probed(subject: Guarded, about: dict[str, Any]) -> Prepared:
+    # A kernel with a Subject of its own says itself what it can do.
+    return Prepared(subject, about, probe(subject) if about else {})
+
+
+def probe(subject: Guarded) -> dict[str, str]:
+    """Narrow ``subject.abilities`` to what it did when tried. Returns what it did not do, with what happened."""
+    refused: dict[str, str] = {}
+    dim = (subject.abilities.head_dims or (64,))[0]
+    bases = (replace(_BASES[form], head_dim=dim, head_dim_v=dim) for form in FORMS)
+    base = next((base for base in bases if not subject.reasons(base.build())), None)
+    if base is None:
+        return refused
+    declared = abilities_of(subject)
+    dtypes = declared.dtypes or (torch.float32, torch.bfloat16, torch.float16)
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in dtypes}
+    working = [dtype for dtype in dtypes if not _refuses(subject, replace(base, dtype=dtype), names[dtype], refused)]
+    if not working:
+        refused.clear()
+        subject.seen.clear()
+        return refused
+    base = replace(base, dtype=working[0])
+    gqa, unequal = declared.gqa, declared.unequal_dims
+    if gqa:
+        gqa = not _refuses(subject, replace(base, heads_q=4), "grouped heads", refused)
+    if unequal:
+        narrow = replace(base, head_dim_v=base.head_dim // 2)
+        unequal = not _refuses(subject, narrow, "head_dim_v of its own", refused)
+    why_not, lse, lse_grad = _outputs(subject, base)
+    out_grad = not why_not
+    if declared.gradients and why_not:
+        refused["gradients"] = why_not
+    if declared.lse and not lse:
+        refused["LSE"] = "it returns none"
+    subject.abilities = replace(
+        declared,
+        dtypes=tuple(working),
+        gqa=gqa,
+        unequal_dims=unequal,
+        lse=declared.lse and lse,
+        lse_gradients=declared.lse_gradients and lse_grad,
+        gradients=declared.gradients and out_grad,
+    )
+    subject.seen.clear()  # the same will be seen in the run
+    return refused
+
+
+def _refuses(subject: Guarded, case: Case, what: str, refused: dict[str, str]) -> bool:
+    if subject.reasons(case.build()):
+        return False  # declared, so there is nothing to try
+    try:
+        subject(case.build())
+    except (Finding, Declined) as error:
+        refused[what] = str(error)
+    except Exception as error:  # whatever a kernel raises
+        refused[what] = f"raised {type(error).__name__}: {error}"
+    return what in refused
+
+
+def _outputs(subject: Guarded, base: Case) -> tuple[str, bool, bool]:
+    """Why no gradients can be asked for ("" if they can), whether an LSE comes back, and whether it requires grad."""
+    inputs = base.build()
+    inputs.differentiable()
+    try:
+        out, lse = subject(inputs)
+    except Exception as error:  # what it declines is no fault; anything else the run will show
+        lse = subject(base.build())[1]
+        return str(error) if isinstance(error, Declined) else "", lse is not None, True
+    why_not = "" if out.requires_grad else "its output does not require grad when its inputs do"
+    return why_not, lse is not None, lse is not None and lse.requires_grad
