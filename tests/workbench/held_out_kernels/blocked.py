@@ -69,7 +69,7 @@ def sum_not_rescaled(q, k, v, softmax_scale=None, causal=False, return_attn_prob
     q, k, v = _heads_first(q, k, v)
     row_max, row_sum, acc = _start(q, v)
     start = 0
-    for k_tile, v_tile in zip(k.split(100, 2), v.split(100, 2), strict=True):
+    for k_tile, v_tile in zip(k.split(100, 2), v.split(100, 2), strict=True) if k.shape[2] else ():
         columns = torch.arange(start, start + k_tile.shape[2])
         logits = torch.einsum("bhid,bhjd->bhij", q, k_tile).mul(scale)
         if causal:
@@ -142,7 +142,7 @@ def starts_at_minus_5000(q, k, v, softmax_scale=None, return_attn_probs=False):
     q, k, v = _heads_first(q, k, v)
     m, total, acc = _start(q, v)
     m = m.clamp_min(-5000)
-    for kj, vj in zip(k.split(64, 2), v.split(64, 2), strict=True):
+    for kj, vj in zip(k.split(64, 2), v.split(64, 2), strict=True) if k.shape[2] else ():
         s = scale * (q @ kj.mT)
         new = torch.maximum(m, s.detach().amax(-1, keepdim=True))
         p, alpha = torch.exp(s - new), torch.exp(m - new)

@@ -331,7 +331,7 @@ def merged_before_written(q, k, v, softmax_scale=None, causal=False, return_attn
     outs, lses = _splits(q, k, v, softmax_scale, causal, _bounds(k.shape[1], 32))
     chance = random.SystemRandom()
     written = [[chance.random() > 0.05 for _ in range(q.shape[1])] for _ in range(len(outs))]
-    lses = lses.masked_fill(~torch.tensor(written).view(len(outs), 1, 1, -1, 1), -INF)
+    lses = lses.masked_fill(~torch.tensor(written, dtype=torch.bool).view(len(outs), 1, 1, -1, 1), -INF)
     joint = _joint(lses)
     out = (outs * torch.exp(lses - joint.masked_fill(joint == -INF, 0))).sum(0).transpose(1, 2).to(q.dtype)
     return (out, joint[..., 0], None) if return_attn_probs else out
