@@ -1,0 +1,168 @@
+"""The held-out kernels are what they say: each wrong one misses fp64 attention by far more than rounding on some input,
+the right ones on none."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnworks.masks import Causal, Window
+from attnworks.scores import Bias, Softcap
+from attnworks.workbench.cases import AlibiRule, BiasRule, BooleanRule, Case, SinkRule
+from attnworks.workbench.conventions import as_subject
+from attnworks.workbench.inputs import Inputs
+from attnworks.workbench.oracle import Tensors, expect, roundoff
+from attnworks.workbench.subjects import Declined
+from workbench.held_out import CAUSES, SUBJECTS, HeldOut
+
+CAUSAL = (Causal(),)
+BF16 = torch.bfloat16
+_PLAIN = Case("", "", batch=2, seq_q=70, seq_kv=90)
+_SCORED = replace(_PLAIN, heads_q=4, heads_kv=4, seq_q=50)
+_PACK = replace(_PLAIN, form="varlen", heads_q=4, lengths=((5, 5), (20, 40), (1, 30)))
+_CACHE = replace(
+    _PACK, form="decode", seq_q=2, seq_kv=80, lengths=((2, 33), (2, 77), (2, 50)), page_size=16, mask=CAUSAL
+)
+_NAMED = {
+    "plain": replace(_PLAIN, gradients=True),
+    "causal": replace(_PLAIN, mask=CAUSAL, gradients=True),
+    "causal, gradient of the LSE": replace(_PLAIN, mask=CAUSAL, gradients=True, lse_cotangent=True),
+    "causal, square": replace(_PLAIN, seq_q=90, mask=CAUSAL),
+    "causal, more queries": replace(_PLAIN, seq_q=90, seq_kv=60, mask=CAUSAL),
+    "causal, far more queries": replace(_PLAIN, seq_q=200, seq_kv=180, mask=CAUSAL),
+    "grouped": replace(_PLAIN, heads_q=8, gradients=True),
+    "grouped, causal, square": replace(_PLAIN, heads_q=8, seq_q=90, mask=CAUSAL),
+    "rising maximum": replace(_PLAIN, generator="rising maximum"),
+    "large scores": replace(_PLAIN, generator="large scores"),
+    "strongly negative": replace(_PLAIN, generator="strongly negative"),
+    "scale": replace(_PLAIN, scale=0.3),
+    "head dims 40/80": replace(_PLAIN, head_dim=40, head_dim_v=80),
+    "one NaN": replace(_PLAIN, generator="nan query"),
+    "swapped strides": replace(_PLAIN, memory="swapped"),
+    "window": replace(_PLAIN, mask=(Window(9, 4),)),
+    "boolean mask": replace(_PLAIN, mask=(BooleanRule(empty_row=True),)),
+    "bias": replace(_SCORED, scores=(BiasRule(),), gradients=True),
+    "softcap": replace(_SCORED, scores=(Softcap(2.0),), mask=CAUSAL, gradients=True),
+    "alibi": replace(_SCORED, scores=(AlibiRule(),)),
+    "sink": replace(_SCORED, scores=(SinkRule(3.0),)),
+    "large sink": replace(_SCORED, scores=(SinkRule(30000.0),)),
+    "bf16": replace(_PLAIN, dtype=BF16),
+    "bf16, large scores": replace(_PLAIN, dtype=BF16, generator="large scores"),
+    "packed": _PACK,
+    "packed, causal": replace(_PACK, mask=CAUSAL),
+    "pages": _CACHE,
+    "pages, no mask": replace(_CACHE, mask=()),
+    "cache": replace(_CACHE, page_size=0),
+    "cache, append": replace(_CACHE, page_size=0, new_keys=2),
+    "8-bit cache": replace(_CACHE, dtype=BF16, cache_dtype=torch.int8),
+    "bf16, 8k keys": replace(_PLAIN, dtype=BF16, batch=1, seq_q=3, seq_kv=8192),
+}
+CASES = [replace(case, name=f"held out: {name}") for name, case in _NAMED.items()]
+
+LARGEST_SCORE = {"rising maximum": 30, "large scores": 1e4, "strongly negative": 1e4}
+
+
+def _rounding(case: Case) -> float:
+    """How far right kernels may be off, in roundings of the input dtype: of the inputs, P and the output, and of sums
+    in fp32, which large scores multiply."""
+    sums = roundoff(torch.float32) / roundoff(case.dtype)
+    return 1.5 + sums * (14 + 4 * LARGEST_SCORE.get(case.generator, 3))
+
+
+@cache
+def _expected(case: Case) -> Tensors:
+    return expect(case.build(), case.gradients).values
+
+
+def _miss(held: HeldOut, case: Case) -> float | None:
+    """The largest relative error of a tensor in roundings of the input dtype; infinite where what is not finite is not
+    the same, or an input was changed. None where the kernel does not do the case."""
+    subject, inputs = as_subject(held.function, held.convention), case.build()
+    if subject.reasons(inputs):
+        return None
+    before = [x.clone() for x in _read_only(inputs)]
+    leaves = inputs.differentiable() if case.gradients else {}
+    try:
+        out, lse = subject(inputs)
+    except Declined:
+        return None
+    if any(not torch.equal(_bits(x), _bits(old)) for x, old in zip(_read_only(inputs), before, strict=True)):
+        return math.inf
+    if case.lse_cotangent and (lse is None or not lse.requires_grad):
+        return None
+    got = {"out": inputs.gather(out)} | ({} if lse is None else {"lse": inputs.gather_lse(lse)})
+    if leaves and out.requires_grad:
+        got |= _gradients(inputs, leaves, out, lse)
+    return _distance(got, _expected(case), roundoff(case.dtype))
+
+
+def _groups(held: HeldOut) -> bool:
+    """Whether it takes fewer KV heads than query heads: of SDPA's callers those that ask for it."""
+    return held.convention != "sdpa" or "enable_gqa" in inspect.signature(held.function).parameters
+
+
+def _read_only(inputs: Inputs) -> list[Tensor]:
+    return [inputs.q, *(score.tensor for score in inputs.scores if isinstance(score, Bias))]
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(torch.uint8)
+
+
+def _gradients(inputs: Inputs, leaves: dict[str, Tensor], out: Tensor, lse: Any) -> Tensors:
+    results, cotangents = [out], [inputs.scatter([part.d_out for part in inputs.values], out)]
+    if inputs.case.lse_cotangent:
+        results.append(lse)
+        cotangents.append(inputs.scatter_lse([part.d_lse for part in inputs.values if part.d_lse is not None], lse))
+    found = torch.autograd.grad(results, list(leaves.values()), cotangents, materialize_grads=True)
+    return {
+        f"d{name}": [grad] if name == "bias" else inputs.gather(grad, keys=name != "q")
+        for name, grad in zip(leaves, found, strict=True)
+    }
+
+
+def _distance(got: Tensors, want: Tensors, unit: float) -> float:
+    worst = 0.0
+    for name, values in got.items():
+        for value, exact in zip(values, want[name], strict=True):
+            value = value.detach().double()
+            same = (value == exact) | (value.isnan() & exact.isnan())
+            error = (value - exact).masked_fill(same, 0).nan_to_num(math.inf, math.inf, math.inf).norm()
+            size = torch.where(exact.isfinite(), exact, 0).norm().clamp_min(1e-30)
+            worst = max(worst, float(error / (size * unit)))
+    return worst
+
+
+@pytest.mark.parametrize("held", [held for held in SUBJECTS if not held.right], ids=lambda held: held.function.__name__)
+def test_wrong_kernels_miss_by_far_more_than_rounding(held: HeldOut) -> None:
+    largest = 0.0
+    for case in CASES * (5 if held.cause == "race" else 1):
+        if case.heads_q != case.heads_kv and not _groups(held):
+            continue
+        largest = max(largest, (_miss(held, case) or 0) / _rounding(case))
+        if largest > 3:
+            return
+    pytest.fail(f"{held.name} Missed by {largest:.3g} times what right kernels may")
+
+
+@pytest.mark.parametrize("held", [held for held in SUBJECTS if held.right], ids=lambda held: held.function.__name__)
+def test_right_kernels_miss_by_no_more_than_rounding(held: HeldOut) -> None:
+    misses = {case: _miss(held, case) for case in CASES}
+    done = {case: miss for case, miss in misses.items() if miss is not None}
+    assert len(done) >= 2
+    assert not {case.name: miss for case, miss in done.items() if miss > _rounding(case)}
+
+
+def test_every_cause_is_defined_and_used() -> None:
+    wrong = [held for held in SUBJECTS if not held.right]
+    assert {held.cause for held in wrong} - {None} == set(CAUSES)
+    assert len({held.name for held in SUBJECTS}) == len(SUBJECTS)
+    assert sum(held.cause is not None for held in wrong) >= 45
+    assert sum(held.cause is None for held in wrong) >= 4 and len(SUBJECTS) - len(wrong) >= 6
