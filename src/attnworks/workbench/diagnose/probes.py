@@ -20,7 +20,7 @@ from attnworks.scores import Softcap
 from attnworks.workbench.cases import AlibiRule, BiasRule, BooleanRule, Case, SinkRule
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.metrics import Standard
-from attnworks.workbench.properties import same_bits
+from attnworks.workbench.exact import same_bits
 from attnworks.workbench.subjects import Declined, Subject
 from attnworks.workbench.verify import Answers
 

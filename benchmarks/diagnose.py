@@ -1,0 +1,218 @@
+"""How good ``attnworks diagnose`` is: wrong kernels that nobody who wrote its rules had seen, diagnosed one by one.
+
+    python benchmarks/diagnose.py                     all of tests/workbench/held_out.py, on all cores
+    python benchmarks/diagnose.py --seed 3 --match dQ
+    python benchmarks/diagnose.py --markdown docs/results/diagnose.md
+
+A fault counts as named if one of the faults that mean its cause (``NAMES``) is first, or second, in diagnose's ranking.
+Kernels with two faults or one that no list has must not be named with certainty "sure"; right ones must be found right.
+From a source tree set PYTHONPATH=src:tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from attnworks.workbench import environment
+
+# What each cause of the held-out kernels is called by diagnose. Written once, by neither side.
+NAMES: dict[str, tuple[str, ...]] = {
+    "scale missing": ("scale missing",),
+    "scale twice": ("scale twice",),
+    "scale argument ignored": ("scale argument ignored",),
+    "scale from the wrong dimension": ("scale of head_dim_v",),
+    "causal hides the diagonal": ("causal hides itself",),
+    "causal shows the next key": ("causal shows the next",),
+    "causal top-left": ("aligned top-left",),
+    "causal origin wrong": ("longest length for all", "aligned top-left"),
+    "causal ignored": ("causal ignored",),
+    "causal loop ends early": ("causal by tile",),
+    "window off by one": ("window one short", "window one long"),
+    "window left end ignored": ("window without left end",),
+    "window right end ignored": ("window without right end",),
+    "window top-left": ("aligned top-left",),
+    "mask inverted": ("boolean mask inverted",),
+    "mask or bias broadcast wrong": ("mask of head 0", "bias of head 0", "bias of sequence 0"),
+    "bias scaled": ("bias scaled",),
+    "rows without keys": ("empty rows give NaN", "hidden tiles give NaN", "empty rows give the mean"),
+    "LSE of rows without keys": ("finite lse of empty rows",),
+    "accumulator not rescaled": ("accumulator not rescaled",),
+    "sum not rescaled": ("sum not rescaled",),
+    "not normalised": ("not divided by the sum",),
+    "softmax over the wrong axis": ("softmax over queries",),
+    "maximum not subtracted": ("maximum not subtracted",),
+    "finite initial maximum": ("finite initial maximum",),
+    "tail not masked": ("tail keys unmasked", "tail weighted by 0"),
+    "tail dropped": ("last partial tile dropped",),
+    "last query tile dropped": ("tail rows unwritten",),
+    "wrong GQA head map": ("KV head by remainder", "KV head 0 for all"),
+    "K and V of different heads": ("K and V heads differ",),
+    "K and V swapped": ("K and V exchanged",),
+    "strides ignored": ("strides ignored",),
+    "writes into an input": ("writes into q",),
+    "NaN swallowed": ("NaN swallowed",),
+    "LSE in base 2": ("lse in base 2",),
+    "LSE without the maximum": ("lse without the maximum",),
+    "LSE without the sink": ("sink left out of the lse",),
+    "low-precision accumulation": ("fp16 accumulation", "sum in low precision"),
+    "rounded too early": ("scores rounded", "probs in fp8"),
+    "softcap missing": ("softcap ignored",),
+    "softcap in the wrong place": ("softcap before scale", "softcap after mask"),
+    "ALiBi sign": ("alibi sign",),
+    "ALiBi origin": ("alibi from the first key",),
+    "sink ignored": ("sink ignored",),
+    "sink scaled": ("sink scaled",),
+    "sink left out of the maximum": ("sink outside the maximum",),
+    "splits merged without LSE": ("splits averaged",),
+    "merge of empty splits": ("hidden tiles give NaN", "empty rows give NaN"),
+    "race": ("changes from call to call",),
+    "sequences mixed": ("sequences not apart",),
+    "key offsets wrong": ("key offsets from queries",),
+    "cache lengths ignored": ("cache lengths ignored",),
+    "length off by one": ("last key dropped",),
+    "wrong page": ("page repeated", "pages in order", "stale page"),
+    "new keys not read": ("new keys not appended",),
+    "cache scale dropped": ("v_scale dropped", "k_scale dropped"),
+    "delta missing": ("delta missing",),
+    "delta wrong": ("delta missing",),
+    "dQ unscaled": ("dq not scaled",),
+    "dK unscaled": ("dk not scaled",),
+    "dK, dV of one query head": ("dk, dv of one query head",),
+    "dV not normalised": ("probs not normalised in backward",),
+    "mask missing in backward": ("mask missing in backward",),
+    "causal top-left in backward": ("mask missing in backward",),
+    "dQ misses tiles": ("last tile missing in dq", "dq overwritten by each tile"),
+    "softcap's derivative missing": ("softcap slope missing",),
+    "LSE cotangent ignored": ("lse cotangent ignored",),
+    "dBias scaled": ("bias gradient scaled",),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kernel. ``rank``: of its cause among the faults, 0 if it is not among the first five; ``verdict``: "first",
+    "second", "missed", and for the others "right" or what was wrongly said."""
+
+    name: str
+    cause: str
+    said: str
+    certainty: str
+    distance: float
+    rank: int
+    verdict: str
+    seconds: float
+
+    @property
+    def good(self) -> bool:
+        return self.verdict in ("first", "second", "right")
+
+
+def diagnose_one(index: int, seed: int) -> Row:
+    """Diagnose one held-out kernel in this process."""
+    from attnworks.workbench.diagnose import diagnose
+    from attnworks.workbench.probing import prepare_function
+    from workbench.held_out import SUBJECTS
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    kernel = SUBJECTS[index]
+    started = time.perf_counter()
+    found = diagnose(prepare_function(kernel.function, kernel.convention).subject, seed=seed)
+    seconds = time.perf_counter() - started
+    faults = [candidate.fault for candidate in found.candidates[:5]]
+    distance = found.candidates[0].distance if found.candidates else 0.0
+    said = faults[0] if faults and found.certainty else "" if found.right else "none of the known faults"
+    names = NAMES.get(kernel.cause or "", ())
+    rank = next((place for place, fault in enumerate(faults, 1) if fault in names), 0)
+    if kernel.right:
+        verdict = "right" if found.right else "false alarm"
+    elif kernel.cause is None:
+        verdict = "not caught" if found.right else "named" if found.certainty == "sure" else "right"
+    else:
+        verdict = "not caught" if found.right else {1: "first", 2: "second"}.get(rank, "missed")
+    return Row(kernel.name, kernel.cause or "", said, found.certainty, distance, rank, verdict, seconds)
+
+
+def run(seed: int, match: str, jobs: int) -> list[Row]:
+    from workbench.held_out import SUBJECTS
+
+    chosen = [i for i, kernel in enumerate(SUBJECTS) if match in kernel.name or match in (kernel.cause or "")]
+    rows: dict[int, Row] = {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        waiting = {pool.submit(diagnose_one, index, seed): index for index in chosen}
+        for done in as_completed(waiting):
+            rows[waiting[done]] = row = done.result()
+            print(f"{len(rows)}/{len(chosen)} {row.verdict}: {row.name}", file=sys.stderr, flush=True)
+    return [rows[index] for index in chosen]
+
+
+def summary(rows: list[Row]) -> dict[str, Any]:
+    wrong = [row for row in rows if row.cause]
+    others = [row for row in rows if not row.cause]
+    first, second = (sum(row.verdict == place for row in wrong) for place in ("first", "second"))
+    sure = [row for row in wrong if row.certainty == "sure"]
+    return {
+        "wrong kernels": len(wrong),
+        "caught": sum(row.verdict != "not caught" for row in wrong),
+        "named first": first,
+        "named first or second": first + second,
+        "share": (first + second) / len(wrong) if wrong else None,
+        "said to be sure": len(sure),
+        "of those right": sum(row.verdict == "first" for row in sure),
+        "right kernels and faults that no list has": len(others),
+        "of those judged well": sum(row.good for row in others),
+        "seconds for one (median, most)": [
+            sorted(row.seconds for row in rows)[len(rows) // 2],
+            max(r.seconds for r in rows),
+        ],
+    }
+
+
+def markdown(rows: list[Row], found: dict[str, Any], header: str) -> str:
+    text = ["# What diagnose says about kernels it has not seen", "", header, ""]
+    text += ["| | |", "| --- | --- |"]
+    for name, value in found.items():
+        shown = ", ".join(f"{x:.0f}" for x in value) if isinstance(value, list) else value
+        text.append(f"| {name} | {f'{shown:.1%}' if isinstance(shown, float) else shown} |")
+    text += ["", "| kernel | diagnose says | certainty | distance | verdict |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        text.append(f"| {row.name} | {row.said} | {row.certainty} | {row.distance:.2f} | {row.verdict} |")
+    return "\n".join(text) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--match", default="", help="only kernels whose name or cause holds this")
+    parser.add_argument("--jobs", type=int, help="processes (default: one for each core)")
+    parser.add_argument("--markdown", type=Path, help="also write the table to this file")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    rows = run(arguments.seed, arguments.match, arguments.jobs or len(os.sched_getaffinity(0)))
+    found = summary(rows)
+    versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items())
+    header = f"`benchmarks/diagnose.py --seed {arguments.seed}`; {versions}; commit {environment.commit()}."
+    if arguments.markdown:
+        arguments.markdown.write_text(markdown(rows, found, header), encoding="utf-8")
+    if arguments.json:
+        print(json.dumps({"summary": found, "rows": [asdict(row) for row in rows]}, indent=2))
+    else:
+        print(markdown([row for row in rows if row.verdict != "first"], found, header))
+    return 0 if all(row.good for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
