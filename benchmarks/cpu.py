@@ -1,6 +1,6 @@
 """The CPU bars: attnworks against torch's attention (and OpenVINO's, ONNX Runtime's) on the machine at hand.
 
-    python benchmarks/cpu.py                          everything, under 15 minutes on 2 cores
+    python benchmarks/cpu.py                          everything, about 12 minutes on 2 cores
     python benchmarks/cpu.py --quick                  fewer sizes and runs, about 2 minutes
     python benchmarks/cpu.py --section decode --dtype bfloat16
     python benchmarks/cpu.py --markdown docs/results/cpu.md --json > rows.json
@@ -306,7 +306,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only these (default: all)")
     parser.add_argument("--length", action="append", type=int, choices=list(LENGTHS), help="only these prefill lengths")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--budget", type=float, help="seconds of timed runs for each problem (default: 5; quick: 1.5)")
+    parser.add_argument("--budget", type=float, help="seconds of timed runs for each problem (default: 2; quick: 1)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and runs")
     parser.add_argument("--json", action="store_true", help="JSON on stdout, progress on stderr")
     parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
@@ -322,7 +322,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         contexts=CONTEXTS[:2] if quick else CONTEXTS,
         memory_lengths=(MEMORY_LENGTHS[0], MEMORY_LENGTHS[-1]) if quick else MEMORY_LENGTHS,
         threads=arguments.threads,
-        budget=arguments.budget or (1.5 if quick else 5.0),
+        budget=arguments.budget or (1.0 if quick else 2.0),
     )
 
 

@@ -17,8 +17,9 @@ def test_the_kernel_without_a_fault_passes() -> None:
     short = [case for case in catalogue.select(quick=True) if case.seq_kv < 2000]
     long = catalogue.BY_NAME["stress: few queries on 16k keys, bf16"]
     results = verify(subjects=[Mutant()], cases=[*short, long])
-    assert [f"{r.case.name}: {r.check}: {r.message}" for r in results if r.status != "passed"] == []
-    assert len(results) > 200
+    asked = [r for r in results if r.layer != "property" or r.status != "skipped"]  # it claims no linear memory
+    assert [f"{r.case.name}: {r.check}: {r.message}" for r in asked if r.status != "passed"] == []
+    assert len(asked) > 200
 
 
 def test_fp16_accumulation_is_caught_by_the_aggregate_test_alone() -> None:

@@ -110,12 +110,13 @@ def _few_rows(problem: Problem) -> bool:
 
 
 def _split_kv(problem: Problem) -> int:
-    """Keys of a task: few enough that 4k keys keep 16 threads busy. Where the heads of a key lie side by side a task
-    goes over all of them; elsewhere each head is a task of its own and may be longer, which saves up to 10 % (Zen 3,
-    16k keys: fetching ahead starts anew in every task)."""
+    """Keys of a task, a power of two: as many as leave a sequence 16 tasks, from 256 to 1024. Long tasks save up to
+    10 % (Zen 3, 16k keys: fetching ahead starts anew in every task), short ones keep threads busy. Where the heads of a
+    key lie side by side a task goes over all of them; elsewhere each head is a task of its own."""
     _, head, row = problem.k_strides
     heads_apart = problem.heads_kv if head > row else 1
-    return 256 * min(heads_apart, 4)
+    wanted = problem.seq_kv * heads_apart // 16
+    return min(max(1 << wanted.bit_length() >> 1, 256), 1024)
 
 
 def check_plan(problem: Problem, plan: Plan) -> None:

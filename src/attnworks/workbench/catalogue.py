@@ -329,6 +329,7 @@ _QUICK_PATTERNS = (
     "decode, 4 queries, causal, pages of 16, *",
     "decode, 4 queries, causal, pages of 17",
     "decode, strided, pages of 16, fp32",
+    "decode, append, fp32",
     "decode, append, pages of 16, fp32",
     "decode, 16k keys, bf16",
     "decode, MLA 576/512, fp32",

@@ -41,6 +41,8 @@ def jobs(subjects: Sequence[Subject], cases: Sequence[str | Case], *, quick: boo
         chosen += catalogue.select(patterns, quick=quick, seed=seed)
     if not any(abilities_of(subject).lse_gradients for subject in subjects):
         chosen = [replace(case, lse_cotangent=False) for case in chosen]  # their other gradients can be checked
+    if not any(abilities_of(subject).gqa for subject in subjects):
+        chosen = [_ungrouped(case) for case in chosen]
     if not cases and not quick:
         urgent = {case.name for case in catalogue.select(quick=True)}
         chosen.sort(key=lambda case: case.name not in urgent)  # stable: otherwise in the catalogue's order
@@ -50,6 +52,13 @@ def jobs(subjects: Sequence[Subject], cases: Sequence[str | Case], *, quick: boo
     tried = [Job(case, everybody, properties=True) for case in chosen if case.name in properties.CASES]
     swept = [] if cases or quick else list(_sweep(everybody, seed))
     return [*(Job(c, everybody) for c in chosen[:first]), *tried, *swept, *(Job(c, everybody) for c in chosen[first:])]
+
+
+def _ungrouped(case: Case) -> Case:
+    """Many cases have grouped heads beside what they are about, which can be asked without. Not those about heads, nor
+    the ones whose numbers are written out."""
+    about_heads = case.name.startswith("heads:") or case.generator == "hand"
+    return case if about_heads else replace(case, heads_kv=case.heads_q)
 
 
 def further_sweeps(subjects: Sequence[Subject], seed: int) -> Iterator[Job]:

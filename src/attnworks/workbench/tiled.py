@@ -93,7 +93,8 @@ class Modifiers:
             if has("alibi of the wrong head"):
                 slopes = slopes.flip(0)
             shift = 0 if has("alibi from the first key") else self.seq_kv - self.seq_q
-            penalty = slopes.view(-1, 1, 1) * (i + shift - j).abs()
+            behind = i + shift - j
+            penalty = slopes.view(-1, 1, 1) * (behind if has("alibi distance signed") else behind.abs())
             return (s + penalty if has("alibi sign") else s - penalty), None
         if isinstance(modifier, Bias):
             bias = self.biases[place][..., int(j.min()) : int(j.max()) + 1].to(s.dtype)
@@ -148,6 +149,8 @@ class Modifiers:
                 return shown
             if has("causal by tile"):
                 return origin // self.tile_kv >= j // self.tile_kv
+            if has("diagonal tile skipped"):
+                return (j <= origin) & ((j // self.tile_kv < origin // self.tile_kv) | (origin < self.tile_kv))
             if has("causal upside down"):
                 return j >= origin
             return j <= origin + off
@@ -155,7 +158,7 @@ class Modifiers:
         if left is not None and not has("window without left end"):
             shown = shown & (j >= origin - left - off)
         if right is not None and not has("window without right end"):
-            shown = shown & (j <= origin + right)
+            shown = shown & (j <= origin + right + (1 if has("window one long on the right") else 0))
         return shown
 
 

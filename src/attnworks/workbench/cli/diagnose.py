@@ -11,17 +11,24 @@ from rich.text import Text
 
 from attnworks.workbench import catalogue
 from attnworks.workbench.cli import output
+from attnworks.workbench.conventions import BY_NAME, load_subject
 from attnworks.workbench.diagnose import Diagnosis, kills
 from attnworks.workbench.diagnose import diagnose as run
 from attnworks.workbench.diagnose.explain import explain
 from attnworks.workbench.diagnose.script import standalone
+from attnworks.workbench.isolation import TIMEOUT
 from attnworks.workbench.mutants import FAULTS, Mutant
+from attnworks.workbench.probing import prepare
 from attnworks.workbench.subjects import Subject
 
 
 @click.command()
 @click.argument("target", required=False)
-@click.option("--convention", help="How the kernel is called.  [default: by its parameters' names]")
+@click.option(
+    "--convention", type=click.Choice(list(BY_NAME)), help="How TARGET is called.  [default: by its parameters' names]"
+)
+@click.option("--in-process", is_flag=True, help="Run TARGET in this process: faster, but a crash ends the run.")
+@click.option("--timeout", default=TIMEOUT, show_default=True, help="Seconds for a call of TARGET, then it is killed.")
 @click.option("--mutant", help='Diagnose a known wrong kernel instead; "list" names them.')
 @click.option("--case", "cases", multiple=True, help="Failing cases of verify, asked beside the probes.")
 @click.option("--seed", default=0, show_default=True, help="Of the random inputs.")
@@ -34,6 +41,8 @@ from attnworks.workbench.subjects import Subject
 def diagnose(
     target: str | None,
     convention: str | None,
+    in_process: bool,
+    timeout: float,
     mutant: str | None,
     cases: tuple[str, ...],
     seed: int,
@@ -57,11 +66,16 @@ def diagnose(
         return
     if (target is None) == (mutant is None):
         raise click.UsageError("name either a kernel (package.module:function) or a --mutant")
-    subject = _subject(target, convention, mutant)
+    prepared = None if target is None else prepare(target, convention, isolated=not in_process, timeout=timeout)
+    subject = Mutant(mutant or "") if prepared is None else prepared.subject
     chosen = catalogue.select(cases, seed=seed) if cases else ()
     with output.progress() as report:
         found = run(subject, cases=chosen, seed=seed, progress=report)
-    text = _script(subject, found, target or "") if script or as_json else ""
+    if prepared is not None:
+        prepared.close()
+    text = ""
+    if script or as_json:
+        text = _script(subject if target is None else load_subject(target, convention), found, target or "")
     if script and text:
         script.write_text(text, encoding="utf-8")
     if as_json:
@@ -92,14 +106,6 @@ def _kill_table(seeds: int, ranks: bool, write: Path | None, as_json: bool) -> N
         named = f", {sum(row.named for row in rows)} named first or second" if ranks else ""
         output.print_table(f"of {len(rows)} faults {sum(row.caught for row in rows)} are caught{named}", listed)
     sys.exit(0 if all(row.caught for row in rows) else 1)
-
-
-def _subject(target: str | None, convention: str | None, mutant: str | None) -> Subject:
-    if target is None:
-        return Mutant(mutant or "")
-    from attnworks.workbench.conventions import load_subject  # imports the kernel's module: only where one is named
-
-    return load_subject(target, convention)
 
 
 def _script(subject: Subject, found: Diagnosis, target: str) -> str:

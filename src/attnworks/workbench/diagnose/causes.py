@@ -184,6 +184,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             _SCALE,
             "A scale worked out inside the kernel instead of the argument.",
         ),
+        "scale of the padded head_dim": Cause(
+            "Right where head_dim is a multiple of the padding; else as with a scale that is too small.",
+            _SCALE,
+            "Is the default scale made before head_dim is padded?",
+        ),
         "scale of head_dim_v": Cause(
             "Right unless head_dim_v differs from head_dim.",
             _SCALE,
@@ -205,6 +210,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "causal upside down": Cause(
             "Causal: rows see the future and not the past.", _CAUSAL, "≥ for ≤; queries and keys exchanged in the mask."
         ),
+        "diagonal tile skipped": Cause(
+            "Causal: each row misses its latest keys, those in the tile that holds the diagonal.",
+            _CAUSAL,
+            "The KV loop's end: ceil((last row + shift + 1) / tile_kv) tiles, not floor of the first row's.",
+        ),
+        "causal before the append": Cause(
+            "Causal with appended keys: each query misses as many of the latest keys as were appended.",
+            _CAUSAL,
+            "seq_kv in the shift is the cache's length after the append.",
+        ),
         "causal by tile": Cause(
             "Causal: rows see keys of the future up to the end of their tile; the last row of each tile is right.",
             _CAUSAL,
@@ -222,6 +237,9 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
         "window one short": Cause("A window misses its outermost key.", _WINDOW, "< for ≤ at the window's end."),
         "window one long": Cause("A window shows one key too many.", _WINDOW, "Off by one at the window's end."),
+        "window one long on the right": Cause(
+            "A window shows one key too many ahead.", _WINDOW, "Is the right end inclusive of right, and no more?"
+        ),
         "window without left end": Cause(
             "A window shows all of the past.", _WINDOW, "The left bound, also in the loop's first tile."
         ),
@@ -302,6 +320,9 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Softcap with a mask: hidden keys come back as scores of -cap.", _CAP, "The order: cap first, then -inf."
         ),
         "alibi sign": Cause("ALiBi: far keys gain.", _ALIBI, "The sign of the slope."),
+        "alibi distance signed": Cause(
+            "ALiBi: right where causal; else keys ahead gain.", _ALIBI, "The absolute value of the distance."
+        ),
         "alibi from the first key": Cause(
             "ALiBi: right where seq_q = seq_kv (or causal, where a row's shift cancels).",
             _ALIBI,

@@ -19,6 +19,7 @@ from torch import Tensor
 from attnworks.masks import Causal
 from attnworks.scores import ALiBi, Bias
 from attnworks.workbench import tiled
+from attnworks.workbench.cases import BooleanRule
 from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Probe, probes
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.mutants import FAULTS, Mutant
@@ -40,6 +41,7 @@ TILED = (
     "tail keys unmasked",
     "tail rows unwritten",
     "causal by tile",
+    "diagonal tile skipped",
     "dq overwritten by each tile",
     "last tile missing in dq",
     "padding scored 0 in backward",
@@ -52,6 +54,7 @@ WRITTEN = (
     "causal ignored",
     "causal upside down",
     "causal by tile",
+    "diagonal tile skipped",
     "aligned top-left",
     "aligned bottom-right",
     "mask of head 0",
@@ -66,6 +69,8 @@ SPLIT = ("splits averaged", "splits summed")
 TILE_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
 # Where sizes show.
 TILE_PROBES = ("off the tile", "lengths apart", "rising maximum", "falling maximum", "strongly negative", "causal")
+# From this distance on two answers are no more alike than those of faults that have nothing to do with each other.
+FAR = 0.46
 CHANCE = 0.25  # what errors that have nothing to do with each other agree in
 SMALL = 0.03  # relative errors below this are roundings: their size is compared, not their values
 WEIGHTS = {"out": 1.0}
@@ -123,7 +128,7 @@ class Candidate:
     fault: str
     distance: float
     tile: int
-    explained: int  # how many wrong tensors of the subject the fault has wrong too
+    explained: int  # how many wrong tensors of the subject the fault has wrong in a like way
     wrong: int
 
 
@@ -174,7 +179,8 @@ class Corpus:
         if not failing:
             return []
         few = sorted({failing[round(n * (len(failing) - 1) / (FIRST_PROBES - 1))] for n in range(FIRST_PROBES)})
-        usual = [place for place, v in enumerate(self.variants) if v.usual]
+        tensors = self._takes_mask_tensors(seen)
+        usual = [place for place, v in enumerate(self.variants) if v.usual and (tensors or not v.written)]
         first = self._distances(seen, few, usual, progress)[:, 0]
         best = [usual[place] for place in first.argsort(stable=True).tolist()[:FINALISTS]]
         finalists = best + self._sizes(seen, failing, progress)
@@ -185,6 +191,11 @@ class Corpus:
             size = v.split_kv if v.fault in SPLIT else v.tile_kv if v.fault in TILED else 0
             ranked.setdefault(v.fault, Candidate(v.fault, distance, size, int(explained), int(wrong)))
         return list(ranked.values())
+
+    def _takes_mask_tensors(self, seen: Sequence[Observation]) -> bool:
+        """Whether the subject was given a mask as a tensor: one that never is has no faults of such masks."""
+        asked = [any(isinstance(rule, BooleanRule) for rule in bench.probe.case.mask) for bench in self.benches]
+        return not any(asked) or any(one and not s.refused for one, s in zip(asked, seen, strict=True))
 
     def _sizes(self, seen: Sequence[Observation], failing: list[int], progress: Progress | None) -> list[int]:
         """The best tile sizes of the nearest of the faults that have such, by the first probes that tell."""
@@ -227,25 +238,28 @@ class _Table:
         self.changes, self.writes = torch.zeros(2, count, dtype=torch.bool)
 
     def compare(self, seen: Observation, chosen: list[int]) -> Tensor:
-        """(distances, weights, wrong in both, wrong in the subject), each for every chosen variant."""
+        """(distances, weights, wrong in both and alike, wrong in the subject), each for every chosen variant."""
         for place in chosen:
             if self.unknown[place]:
                 self._fill(place)
         index = torch.tensor(chosen)
         totals = torch.zeros(4, len(chosen))
-        out_wrong = seen.answers["out"].failed | self.rows["out"].failed[index]
+        wrong = seen.answers["out"].failed | self.rows["out"].failed[index]
+        if "lse" in seen.answers:  # what a wrong LSE does to gradients depends on whether backward reads it
+            wrong = wrong | seen.answers["lse"].failed | self.rows["lse"].failed[index]
         for name, answer in seen.answers.items():
             rows = self.rows[name]
             failed = rows.failed[index]
             counts = failed | answer.failed
             if name not in ("out", "lse"):
-                counts &= ~out_wrong
+                counts &= ~wrong
             both = counts & failed & answer.failed
             distance = torch.ones(len(chosen))
             if bool(both.any()):
                 distance[both] = 1 - rows.likeness(index[both], answer)
             weight = WEIGHTS.get(name, OTHERS) * counts
-            totals += torch.stack((weight * distance, weight, both.float(), (counts & answer.failed).float()))
+            alike = both & (distance <= FAR)
+            totals += torch.stack((weight * distance, weight, alike.float(), (counts & answer.failed).float()))
         if self.bench.probe.name in STEADINESS:
             for flag, theirs in ((seen.changes, self.changes[index]), (seen.writes, self.writes[index])):
                 mine = torch.full_like(theirs, flag)

@@ -18,9 +18,9 @@ from torch import Tensor
 from attnworks.masks import Causal, Window
 from attnworks.scores import Softcap
 from attnworks.workbench.cases import AlibiRule, BiasRule, BooleanRule, Case, SinkRule
+from attnworks.workbench.exact import given, same_bits
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.metrics import Standard
-from attnworks.workbench.exact import same_bits
 from attnworks.workbench.subjects import Declined, Subject
 from attnworks.workbench.verify import Answers
 
@@ -68,21 +68,25 @@ def _probes() -> tuple[Case, ...]:
         _case("6 heads on 3", 40, 72, batch=2, heads_q=6, heads_kv=3, **grads),
         _case("8 heads on 2", 40, 72, batch=2, heads_q=8, heads_kv=2, **grads),
         _case("unequal dims", 40, 72, head_dim_v=40, **grads),
+        _case("head_dim 40", 40, 72, head_dim=40, head_dim_v=40, **grads),
         _case("scale 0.3", 40, 72, scale=0.3, **grads),
         _case("softcap", 50, 70, scores=(Softcap(2.0),), **grads),
         _case("softcap, causal", 50, 70, scores=(Softcap(2.0),), mask=(Causal(),)),
         _case("softcap of large scores", 50, 70, scores=(Softcap(20.0),), generator="large scores"),
         _case("alibi", 50, 70, scores=(AlibiRule(),), **{**heads, "mask": (Causal(),)}),
+        _case("alibi, not causal", 50, 70, scores=(AlibiRule(),), **heads),
         _case("bias", 50, 70, scores=(BiasRule("bhqk"),), **heads),
         _case("bias that hides", 50, 70, scores=(BiasRule("bhqk", hide=True),), **heads),
         _case("sink", 50, 70, scores=(SinkRule(),), **heads),
         _case("sink 30000", 50, 70, scores=(SinkRule(30000.0),)),
         _case("gapped", 37, 75, batch=2, memory="gapped", heads_q=4, heads_kv=4),
         _case("varlen", 64, 90, **varlen, **grads),
+        _case("varlen, full", 64, 90, **{**varlen, "lengths": ((20, 30), (7, 70), (33, 12)), "mask": ()}),
         _case("cache", 1, 220, **decode),
         _case("pages of 17", 4, 170, **{**decode, **few, "page_size": 17}),
         _case("pages apart", 1, 220, **{**decode, "page_size": 16, "memory": "halves"}),
         _case("append", 2, 220, **{**decode, "lengths": ((2, 2), (2, 200)), "new_keys": 2, "page_size": 16}),
+        _case("append, causal", 3, 220, **{**decode, **few, "lengths": ((3, 3), (3, 150), (3, 77)), "new_keys": 3}),
         _case("int8 cache", 1, 220, **{**decode, "dtype": BF16, "cache_dtype": torch.int8, "page_size": 16}),
     )
 
@@ -166,6 +170,7 @@ class Bench:
         refused = subject.reasons(inputs)
         if refused:
             return Observation(refused="; ".join(refused))
+        getattr(subject, "seen", []).clear()
         try:
             got = self._gradients(subject, inputs) if self.probe.case.gradients else None
             first = None
@@ -175,9 +180,9 @@ class Bench:
             seen = Observation({name: self._judge(name, parts) for name, parts in (got or first or {}).items()})
             if first is not None and properties:
                 before = self.probe.case.build(self.probe.poison)
-                seen.writes = any(not same_bits(getattr(before, n), getattr(inputs, n)) for n in "qkv")
-                if self.probe.case.new_keys:
-                    seen.writes = False  # an append may well be in place
+                kept = given(before)
+                seen.writes = any(not same_bits(kept[name], tensor) for name, tensor in given(inputs).items())
+                seen.writes |= bool(getattr(subject, "seen", ()))  # a guarded subject works on copies
                 again = _forward(subject, before)
                 seen.changes = any(not same_bits(a, b) for n in first for a, b in zip(first[n], again[n], strict=True))
         except Declined as error:
