@@ -193,12 +193,13 @@ def nan_compared_away(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tens
     return (soft(torch.where(s > -INF, s, -INF))[0] @ v).to(query.dtype)
 
 
+@torch.no_grad()
 def v_as_if_dense(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
                   is_causal: bool = False, scale: Scale = None, enable_gqa: bool = False) -> Tensor:  # fmt: skip
     """V's rows are read one behind the other from where it begins, whatever its strides."""
     size = value.untyped_storage().nbytes() // value.itemsize
     places = torch.arange(value.numel()) + value.storage_offset()
-    memory = value.detach().as_strided((size,), (1,), 0)
+    memory = value.as_strided((size,), (1,), 0)
     dense = memory[places.clamp(max=max(size - 1, 0))].view(value.shape)
     q, k, v = grouped(query, key, dense)
     return (soft(products(q, k, scale_of(q, scale)) + added(q, k, attn_mask, is_causal))[0] @ v).to(query.dtype)

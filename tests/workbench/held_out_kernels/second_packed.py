@@ -76,14 +76,15 @@ def window_open_at_its_right(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tens
 
 
 def window_around_the_row_number(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-                                 softmax_scale: Scale = None,
+                                 softmax_scale: Scale = None, causal: bool = False,
                                  window_size: tuple[int, int] = (-1, -1)) -> Tensor:  # fmt: skip
     """The window lies around the key with the query's own number in its sequence."""
     ends = cu_seqlens_k.tolist()
 
     def one(n: int, rows: Tensor) -> Tensor:
         x, y, z = by_heads(rows, k[ends[n] : ends[n + 1]], v[ends[n] : ends[n + 1]])
-        seen, state = band(torch.arange(len(rows)), torch.arange(y.shape[1]), 0, False, window_size), fresh(x, z)
+        around = band(torch.arange(len(rows)), torch.arange(y.shape[1]), 0, False, window_size)
+        seen, state = around & seen_by_all(x, y, causal), fresh(x, z)
         for at in tiles(y.shape[1], 56):
             state = fold(state, products(x, y[:, at], scale_of(q, softmax_scale), seen[:, at]), z[:, at])
         return as_rows(finish(state)[0], q)
@@ -337,20 +338,18 @@ def table_rows_without_their_spare(q: Tensor, k_cache: Tensor, v_cache: Tensor, 
 
 
 def values_stay_quantised(q: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lens: Tensor,
-                          k_scale: Tensor | None = None, v_scale: Tensor | None = None, mask: Any = None,
-                          scale: Scale = None) -> Tensor:  # fmt: skip
+                          page_table: Tensor | None = None, k_scale: Tensor | None = None,
+                          v_scale: Tensor | None = None, mask: Any = None, scale: Scale = None) -> Tensor:  # fmt: skip
     """The scale of an 8-bit K is folded into the scores, the scale of V is left out."""
-
     if mask not in (None, Causal()):
         raise NotImplementedError("only Causal()")
 
     def one(n: int, rows: Tensor) -> Tensor:
-        x, y, z = by_heads(rows, k_cache[n, : int(kv_lens[n])], v_cache[n, : int(kv_lens[n])])
+        slots = slice(0, int(kv_lens[n]))
+        x, y, z = by_heads(rows, *(_slots(cache, n, slots, page_table) for cache in (k_cache, v_cache)))
         if k_scale is not None:
-            y = (
-                y
-                * k_scale.float().expand(k_cache.shape[2]).repeat_interleave(len(x) // k_cache.shape[2])[:, None, None]
-            )
+            heads = k_scale.float().expand(k_cache.shape[2])
+            y = y * heads.repeat_interleave(len(x) // len(heads))[:, None, None]
         return as_rows(soft(products(x, y, scale_of(q, scale), seen_by_all(x, y, mask is not None)))[0] @ z, q)
 
     return _batch(q, v_cache, one)
