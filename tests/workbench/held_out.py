@@ -11,7 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from workbench.held_out_kernels import backward, blocked, caches, eager, precision, right
+from workbench.held_out_kernels import (
+    backward,
+    blocked,
+    caches,
+    eager,
+    precision,
+    right,
+    second,
+    second_backward,
+    second_packed,
+)
 
 CAUSES = {
     # forward
@@ -223,3 +233,74 @@ SUBJECTS: list[HeldOut] = [
     _held_out(right.own_backward, "attnworks", None, right=True),
     _held_out(right.base_2, "attnworks", None, right=True),
 ]
+
+SECOND: list[HeldOut] = [
+    # The whole matrix at once.
+    _held_out(second.scale_of_model_width, "sdpa", "scale from the wrong dimension"),
+    _held_out(second.hides_what_is_true, "sdpa", "mask inverted"),
+    _held_out(second.mask_flattened_by_heads, "sdpa", "mask or bias broadcast wrong"),
+    _held_out(second.transposed_softmax, "sdpa", "softmax over the wrong axis"),
+    _held_out(second.maximum_clamped, "sdpa", "finite initial maximum"),
+    _held_out(second.bias_in_the_product, "sdpa", "bias scaled"),
+    _held_out(second.nan_compared_away, "sdpa", "NaN swallowed"),
+    _held_out(second.v_as_if_dense, "sdpa", "strides ignored"),
+    # Tiles, rows and splits.
+    _held_out(second.scale_folded_twice, "flash", "scale twice"),
+    _held_out(second.scale_compiled_in, "flash", "scale argument ignored"),
+    _held_out(second.row_ends_before_itself, "flash", "causal hides the diagonal"),
+    _held_out(second.last_key_inclusive, "flash", "causal shows the next key"),
+    _held_out(second.diagonal_tile_rounded_down, "flash", "causal loop ends early"),
+    _held_out(second.window_begins_at_its_tile, "flash", "window left end ignored"),
+    _held_out(second.alibi_from_the_last_key, "flash", "ALiBi sign"),
+    _held_out(second.second_half_not_rescaled, "flash", "accumulator not rescaled"),
+    _held_out(second.lazy_rescale_forgets_the_sum, "flash", "sum not rescaled"),
+    _held_out(second.one_split_is_not_divided, "flash", "not normalised"),
+    _held_out(second.exponentials_in_base_2, "flash", "maximum not subtracted"),
+    _held_out(second.loads_clamped, "flash", "tail not masked"),
+    _held_out(second.unrolled_by_eight, "flash", "tail dropped"),
+    _held_out(second.output_is_the_accumulator, "flash", "low-precision accumulation"),
+    _held_out(second.scaled_q_rounded, "flash", "rounded too early"),
+    _held_out(second.tree_of_means, "flash", "splits merged without LSE"),
+    _held_out(second.tile_not_yet_there, "flash", "race"),
+    _held_out(second.pair_unpacked_the_other_way, "flash", "K and V swapped"),
+    _held_out(second.smooths_keys_in_place, "flash", "writes into an input"),
+    _held_out(second.lse_of_nothing_is_plus_infinity, "flash", "LSE of rows without keys"),
+    _held_out(second.lse_with_maximum_in_base_2, "flash", "LSE in base 2"),
+    _held_out(second.sink_as_a_product, "flash", "sink scaled"),
+    _held_out(second.sink_divides_afterwards, "flash", "LSE without the sink"),
+    # Packed sequences and caches.
+    _held_out(second_packed.diagonal_of_the_whole_pack, "flash_varlen", "causal origin wrong"),
+    _held_out(second_packed.boundary_to_the_sequence_before, "flash_varlen", "sequences mixed"),
+    _held_out(second_packed.window_open_at_its_right, "flash_varlen", "window off by one"),
+    _held_out(second_packed.window_around_the_row_number, "flash_varlen", "window top-left"),
+    _held_out(second_packed.whole_tiles_of_rows, "flash_varlen", "last query tile dropped"),
+    _held_out(second_packed.v_heads_in_turn, "flash_varlen", "K and V of different heads"),
+    _held_out(second_packed.offsets_as_if_padded, "flash_varlen", "key offsets wrong"),
+    _held_out(second_packed.causal_from_the_first_slot, "flash_kvcache", "causal top-left"),
+    _held_out(second_packed.several_queries_like_one, "flash_kvcache", "causal ignored"),
+    _held_out(second_packed.groups_laid_out_inside_out, "flash_kvcache", "wrong GQA head map"),
+    _held_out(second_packed.two_empty_splits_meet, "flash_kvcache", "merge of empty splits"),
+    _held_out(second_packed.length_rounded_up_to_eight, "flash_kvcache", "cache lengths ignored"),
+    _held_out(second_packed.newest_of_the_appended_unread, "flash_kvcache", "length off by one"),
+    _held_out(second_packed.table_rows_without_their_spare, "flash_kvcache", "wrong page"),
+    _held_out(second_packed.values_stay_quantised, "attnworks_decode", "cache scale dropped"),
+    # Backward.
+    _held_out(second_backward.no_delta, "flash", "delta missing"),
+    _held_out(second_backward.delta_of_the_first_tile, "flash", "delta wrong"),
+    _held_out(second_backward.last_head_of_the_group_stays, "flash", "dK, dV of one query head"),
+    _held_out(second_backward.dv_of_exponentials, "flash", "dV not normalised"),
+    _held_out(second_backward.backward_sees_everything, "flash", "mask missing in backward"),
+    _held_out(second_backward.backward_diagonal_from_the_top, "flash", "causal top-left in backward"),
+    _held_out(second_backward.dq_of_the_first_half, "flash", "dQ misses tiles"),
+    _held_out(second_backward.cap_is_constant, "flash", "softcap's derivative missing"),
+    _held_out(second_backward.dk_of_unscaled_products, "flash_varlen", "dK unscaled"),
+    # Nothing to be named.
+    _held_out(second.bias_not_in_base_2, "sdpa", None),
+    _held_out(second.lse_with_maximum_unscaled, "flash", None),
+    _held_out(second_backward.ln_2_left_in_the_gradients, "flash", None),
+    _held_out(second.right_in_log_space, "sdpa", None, right=True),
+    _held_out(second.right_row_by_row, "flash", None, right=True),
+    _held_out(second_packed.right_tree_of_splits, "flash_kvcache", None, right=True),
+    _held_out(second_backward.right_packed_in_base_2, "flash_varlen", None, right=True),
+]
+"""A second set, in other styles, for what was changed in sight of the first."""
