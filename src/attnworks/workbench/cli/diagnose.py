@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -36,6 +38,7 @@ from attnworks.workbench.subjects import Subject
 @click.option("--kill-table", is_flag=True, help="Diagnose every known fault, and show which checks catch it.")
 @click.option("--seeds", default=1, show_default=True, type=click.IntRange(min=1), help="Seeds of the kill table.")
 @click.option("--ranks/--no-ranks", default=True, show_default=True, help="Diagnose them too; that takes minutes.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes for the kill table.  [default: one for each core]")
 @click.option("--write", type=click.Path(path_type=Path), help="Write the kill table to this file (Markdown).")
 @output.json_option
 def diagnose(
@@ -50,19 +53,20 @@ def diagnose(
     kill_table: bool,
     seeds: int,
     ranks: bool,
+    jobs: int | None,
     write: Path | None,
     as_json: bool,
 ) -> None:
     """Find out what is wrong with an attention kernel: TARGET is package.module:function or path/file.py:function.
 
-    Its answers to small problems are compared with those of a hundred known faults; patterns in the errors and a small
+    Its answers to small problems are compared with those of more than a hundred known faults; patterns in the errors and a small
     failing input come with it. Exit code 1 if the kernel is wrong.
     """
     if mutant == "list":
         click.echo("\n".join(FAULTS))
         return
     if kill_table:
-        _kill_table(seeds, ranks, write, as_json)
+        _kill_table(seeds, ranks, jobs or os.cpu_count() or 1, write, as_json)
         return
     if (target is None) == (mutant is None):
         raise click.UsageError("name either a kernel (package.module:function) or a --mutant")
@@ -85,10 +89,14 @@ def diagnose(
     sys.exit(0 if found.right else 1)
 
 
-def _kill_table(seeds: int, ranks: bool, write: Path | None, as_json: bool) -> None:
+def _kill_table(seeds: int, ranks: bool, jobs: int, write: Path | None, as_json: bool) -> None:
     with output.progress() as report:
-        rows = kills.table(seeds=seeds, ranks=ranks, progress=report)
-        by_output = kills.rank(tuple(FAULTS), output_only=True, progress=report) if write and ranks else []
+        rows = kills.table(seeds=seeds, ranks=ranks, jobs=jobs, progress=report)
+        by_output = []
+        if write and ranks:
+            by_output = kills.spread(
+                partial(kills.rank, output_only=True), tuple(FAULTS), jobs, report, "ranks by dense outputs"
+            )
     if write:
         write.write_text(kills.page(rows, by_output), encoding="utf-8")
     if as_json:

@@ -260,7 +260,7 @@ class _Table:
             weight = WEIGHTS.get(name, OTHERS) * counts
             alike = both & (distance <= FAR)
             totals += torch.stack((weight * distance, weight, alike.float(), (counts & answer.failed).float()))
-        if self.bench.probe.name in STEADINESS:
+        if self.bench.probe.name in STEADINESS or seen.changes or seen.writes:
             for flag, theirs in ((seen.changes, self.changes[index]), (seen.writes, self.writes[index])):
                 mine = torch.full_like(theirs, flag)
                 weight = STEADINESS_WEIGHT * (mine | theirs)

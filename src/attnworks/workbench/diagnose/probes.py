@@ -182,9 +182,9 @@ class Bench:
                 before = self.probe.case.build(self.probe.poison)
                 kept = given(before)
                 seen.writes = any(not same_bits(kept[name], tensor) for name, tensor in given(inputs).items())
-                seen.writes |= bool(getattr(subject, "seen", ()))  # a guarded subject works on copies
                 again = _forward(subject, before)
                 seen.changes = any(not same_bits(a, b) for n in first for a, b in zip(first[n], again[n], strict=True))
+            seen.writes |= bool(getattr(subject, "seen", ()))  # a guarded subject works on copies, and tells
         except Declined as error:
             return Observation(refused=str(error))
         except Exception as error:  # whatever a kernel under test raises
