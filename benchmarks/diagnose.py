@@ -215,7 +215,8 @@ def main() -> int:
     rows = run(arguments.seed, arguments.match, arguments.which, arguments.jobs or len(os.sched_getaffinity(0)))
     found = summary(rows)
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items())
-    header = f"`benchmarks/diagnose.py --set {arguments.which} --seed {arguments.seed}`; {versions}; commit {environment.commit()}."
+    command = f"benchmarks/diagnose.py --set {arguments.which} --seed {arguments.seed}"
+    header = f"`{command}`; {versions}; commit {environment.commit()}."
     if arguments.markdown:
         arguments.markdown.write_text(markdown(rows, found, header), encoding="utf-8")
     if arguments.json:

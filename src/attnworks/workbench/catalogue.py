@@ -325,6 +325,7 @@ _QUICK_PATTERNS = (
     "strides: gapped, *",
     "varlen with empty*",
     "varlen unequal, causal, *",
+    "varlen, strided, window, *",
     "decode, grouped, *",
     "decode, 4 queries, causal, pages of 16, *",
     "decode, 4 queries, causal, pages of 17",

@@ -59,8 +59,8 @@ def diagnose(
 ) -> None:
     """Find out what is wrong with an attention kernel: TARGET is package.module:function or path/file.py:function.
 
-    Its answers to small problems are compared with those of more than a hundred known faults; patterns in the errors and a small
-    failing input come with it. Exit code 1 if the kernel is wrong.
+    Its answers to small problems are compared with those of more than a hundred known faults; patterns in the errors
+    and a small failing input come with it. Exit code 1 if the kernel is wrong.
     """
     if mutant == "list":
         click.echo("\n".join(FAULTS))
