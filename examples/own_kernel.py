@@ -23,7 +23,8 @@ def my_attention(
             keys = first + torch.arange(k.shape[2])
             scores = scores.masked_fill(keys > rows, -torch.inf)
         new_max = torch.maximum(running_max, scores.amax(-1, keepdim=True))
-        alpha, probs = torch.exp(running_max - new_max), torch.exp(scores - new_max)
+        shift = new_max.masked_fill(new_max == -torch.inf, 0)  # a row that has seen nothing yet: not -inf - (-inf)
+        alpha, probs = torch.exp(running_max - shift), torch.exp(scores - shift)
         running_sum = alpha * running_sum + probs.sum(-1, keepdim=True)
         acc = alpha * acc + probs @ v
         running_max = new_max
