@@ -7,8 +7,7 @@
 
 namespace attnworks::ATTNWORKS_ISA {
 
-constexpr int TILE_ROWS = 32;               // query rows of a head whose q and acc stay on chip during one pass over a split
-constexpr int64_t BLOCK_BYTES = 256 << 10;  // K and V of one block, so that they and what is fetched ahead stay in L2
+constexpr int TILE_ROWS = 32;  // query rows of a head whose q and acc stay on chip during one pass over a split
 
 // Keys [first, first + count) and where they are, for the task's first head. Beyond count the last row is repeated: kernels may read on, but only there.
 template <typename T>
@@ -36,9 +35,10 @@ static void find_rows(const DecodeTask& task, const T* cache, const Strides& str
 }
 template <typename T>
 static void find_block(const DecodeProblem& p, const DecodeTask& task, int64_t first, int64_t end, const T* zero_row, Block<T>& block) {
-  const int64_t most = BLOCK_BYTES / (task.heads * (p.head_dim + p.head_dim_v) * (int64_t)sizeof(T)) / 32 * 32;
+  const int64_t key_bytes = task.heads * (p.head_dim + p.head_dim_v) * (int64_t)sizeof(T);
+  const int64_t most = DECODE_BLOCK_BYTES / key_bytes / DECODE_BLOCK_KEYS * DECODE_BLOCK_KEYS;
   block.first = first;
-  block.count = (int)clamp(end - first, 0, clamp(most, 32, BLOCK_KEYS));
+  block.count = (int)clamp(end - first, 0, clamp(most, DECODE_BLOCK_KEYS, BLOCK_KEYS));
   if (block.count == 0) return;
   find_rows(task, (const T*)task.k, p.k, p.page_size, first, block.count, block.keys);
   find_rows(task, (const T*)task.v, p.v, p.page_size, first, block.count, block.values);

@@ -129,8 +129,6 @@ DecodeTask decode_task(const DecodeProblem& p, const Operands& x, const int64_t*
   return task;
 }
 
-constexpr int64_t HEADS_BYTES = 256 << 10;  // of 32 keys of all KV heads of a task: a block of decode.h
-
 }  // namespace
 
 int64_t decode_heads(const DecodeProblem& p) {
@@ -138,7 +136,7 @@ int64_t decode_heads(const DecodeProblem& p) {
   // look up a page for every key and crowd into a few sets of the caches; over all heads of a key it reads memory from end to end.
   const bool side_by_side = p.k.head == p.head_dim && p.v.head == p.head_dim_v && p.k.row >= p.heads_kv * p.head_dim;
   if (!side_by_side) return 1;
-  const int64_t most = std::max<int64_t>(1, HEADS_BYTES / (32 * (p.head_dim + p.head_dim_v) * element_size(p.dtype)));
+  const int64_t most = std::max<int64_t>(1, DECODE_BLOCK_BYTES / (DECODE_BLOCK_KEYS * (p.head_dim + p.head_dim_v) * element_size(p.dtype)));
   return ceil_div(p.heads_kv, ceil_div(p.heads_kv, most));  // equal parts
 }
 

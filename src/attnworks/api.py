@@ -134,10 +134,11 @@ def attention_varlen(
     seq_kv = cache.check_max_seqlen("max_seqlen_kv", max_seqlen_kv, offsets_kv, longest_kv)
     mask_spec, mask_operands = masks.split(mask)
     score_spec, score_operands = _split_scores(scores)
+    watched, tracer = differentiable(q, k, v, score_operands), traced(q, k, v)
     # fmt: off
     key = (
         prepared.signature(q, k, v), offsets_q.shape, offsets_kv.shape, offsets_q.device, offsets_kv.device,
-        seq_q, seq_kv, differentiable(q, k, v, score_operands), traced(q, k, v), mask_spec, score_spec,
+        seq_q, seq_kv, watched, tracer, mask_spec, score_spec,
         scale, return_lse, deterministic, batch_invariant, backend, plan,
         type(scale), type(return_lse), type(deterministic), type(batch_invariant),
     )
@@ -164,8 +165,8 @@ def attention_varlen(
             total_q=q.shape[0],
             total_kv=k.shape[0],
             return_lse=return_lse,
-            differentiable=differentiable(q, k, v, score_operands),
-            traced=traced(q, k, v),
+            differentiable=watched,
+            traced=tracer,
             deterministic=deterministic,
             batch_invariant=batch_invariant,
         )
@@ -214,11 +215,12 @@ def attention_decode(
     cache.check_are_caches(k_cache, v_cache)
     mask_spec, mask_operands = masks.split(mask)
     score_spec, score_operands = _split_scores(scores)
+    watched, tracer = differentiable(q, k_cache, v_cache, score_operands), traced(q, k_cache, v_cache)
     # fmt: off
     key = (
         prepared.signature(q, k_cache, v_cache, kv_lens, page_table, k_new, v_new, k_scale, v_scale),
-        torch.is_grad_enabled(), differentiable(q, k_cache, v_cache, score_operands), traced(q, k_cache, v_cache),
-        mask_spec, score_spec, scale, return_lse, batch_invariant, backend, plan,
+        torch.is_grad_enabled(), watched, tracer, mask_spec, score_spec,
+        scale, return_lse, batch_invariant, backend, plan,
         type(scale), type(return_lse), type(batch_invariant),
     )
     # fmt: on
@@ -246,8 +248,8 @@ def attention_decode(
             kv_dtype=kv_dtype,
             page_size=page_size,
             return_lse=return_lse,
-            differentiable=differentiable(q, k_cache, v_cache, score_operands),
-            traced=traced(q, k_cache, v_cache),
+            differentiable=watched,
+            traced=tracer,
             batch_invariant=batch_invariant,
         )
         launch = prepared.prepare(key, described, backend, plan)
@@ -262,7 +264,6 @@ def attention_decode(
         table = cache.read_page_table(page_table, totals, k_cache.shape[0], page_size, values=values)
     if rotary is not None:
         cache.check_rotary(rotary, q, totals, values=values)
-    if rotary is not None:
         q = cache.rotate(q, totals[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device), rotary)
     if k_new is not None and v_new is not None:
         positions = lens[:, None] + torch.arange(new, device=q.device)

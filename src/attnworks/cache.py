@@ -147,10 +147,14 @@ def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
     return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), -1)
 
 
+def indexable(cache: Tensor) -> Tensor:
+    """The tensor, or where it has 8 bits its bytes: torch 2.8 indexes no float8 on a CPU."""
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+
+
 def append(cache: Tensor, new: Tensor, positions: Tensor, page_table: Tensor | None) -> None:
     """Write new (batch, rows, heads, dim) into the cache at positions (batch, rows), in place."""
-    if cache.dtype.itemsize == 1:  # torch 2.8 indexes no float8 on a CPU: its bytes will do
-        cache, new = cache.view(torch.uint8), new.view(torch.uint8)
+    cache, new = indexable(cache), indexable(new)
     if page_table is None:
         owner = torch.arange(new.shape[0], device=cache.device)[:, None].expand_as(positions)
         cache[owner, positions] = new

@@ -43,20 +43,14 @@ def _difference(first: Parts, second: Parts) -> str:
 
 
 def run(subject: Subject, inputs: Inputs, **options: Any) -> Parts:
-    out, lse = subject(inputs, **options)
-    return {"out": inputs.gather(out)} | ({} if lse is None else {"lse": inputs.gather_lse(lse)})
+    return inputs.gather_results(*subject(inputs, **options))
 
 
 def _gradients(subject: Subject, inputs: Inputs, **options: Any) -> Parts:
     """dq, dk, dv and those of bias and sink, for the case's own dO."""
     leaves = inputs.differentiable()
     out, _ = subject(inputs, **options)
-    d_out = inputs.scatter([part.d_out for part in inputs.values], out)
-    grads = torch.autograd.grad(out, list(leaves.values()), d_out, materialize_grads=True)
-    return {
-        f"d{name}": [grad] if name in ("bias", "sink") else inputs.gather(grad, keys=name != "q")
-        for name, grad in zip(leaves, grads, strict=True)
-    }
+    return inputs.gather_gradients(inputs.backward(leaves, out))
 
 
 def repeatable(subject: Subject, case: Case) -> str:
@@ -86,7 +80,7 @@ def ignores_what_is_outside(subject: Subject, case: Case) -> str:
         out, lse = subject(inputs)
         if bool((inputs.outside(out) != 0).any()):
             return f"rows outside the problem are not 0 with {poison} around it"
-        found.append({"out": inputs.gather(out)} | ({} if lse is None else {"lse": inputs.gather_lse(lse)}))
+        found.append(inputs.gather_results(out, lse))
         if seen := _difference(found[0], found[-1]):
             return f"with {poison} instead of NaN around the problem, {seen}"
     return ""
@@ -102,15 +96,9 @@ def gradients_ignore_what_is_outside(subject: Subject, case: Case) -> str:
 
 
 def given(inputs: Inputs) -> dict[str, Tensor]:
-    """Every tensor that a call gets, by name; a cache only where nothing is appended to it."""
-    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "kv_lens", "page_table", "k_new", "v_new")
-    found = {name: getattr(inputs, name) for name in names}
-    if inputs.case.new_keys:
-        found.update(k=None, v=None)
-    found |= {f"mask {n}": mask for n, mask in enumerate(inputs.masks) if isinstance(mask, Tensor)}
-    for n, term in enumerate(inputs.scores):
-        found |= {f"score {n}": x for x in vars(term).values() if isinstance(x, Tensor)}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    """What a call must leave as it was: a cache only where nothing is appended to it."""
+    appended_to = ("k", "v") if inputs.case.new_keys else ()
+    return {name: tensor for name, tensor in inputs.tensors().items() if name not in appended_to}
 
 
 def changes_no_input(subject: Subject, case: Case) -> str:

@@ -14,17 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnworks.scores import ALiBi, Bias, Sink
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.packing import Packed, as_bytes, pack, unpack
 from attnworks.workbench.subjects import Outcome, Subject, abilities_of
 
 BAND = 4096  # bytes before and after each storage: the overrun of a few rows falls into it
 ALIGNMENT = 64
-TENSORS = (
-    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "kv_lens", "page_table"),
-    *("k_new", "v_new", "k_scale", "v_scale"),
-)
 _PATTERN = (torch.arange(BAND + ALIGNMENT) * 37 + 11).to(torch.uint8)
 
 
@@ -199,12 +194,7 @@ class Guarded:
 
 def _owners(inputs: Inputs, memory: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     """By name, the inputs that lie in each storage."""
-    named = {name: getattr(inputs, name) for name in TENSORS}
-    named |= {f"mask {n}": mask for n, mask in enumerate(inputs.masks)}
-    for score in inputs.scores:
-        if isinstance(score, ALiBi | Bias | Sink):
-            named[type(score).__name__] = next(iter(vars(score).values()))
-    tensors = {name: tensor.detach() for name, tensor in named.items() if isinstance(tensor, Tensor)}
+    tensors = {name: tensor.detach() for name, tensor in inputs.tensors().items()}
     return [{name: x for name, x in tensors.items() if as_bytes(x).data_ptr() == part.data_ptr()} for part in memory]
 
 

@@ -14,10 +14,16 @@ from torch import Tensor
 from attnworks import masks, scores
 from attnworks.masks import Causal, Window
 from attnworks.problem import Problem, packed_strides, strides_of
-from attnworks.scores import Bias, Sink
+from attnworks.scores import ALiBi, Bias, Sink
 
 if TYPE_CHECKING:
     from attnworks.workbench.cases import Case
+
+
+_TENSORS = (
+    *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "kv_lens", "page_table"),
+    *("k_new", "v_new", "k_scale", "v_scale"),
+)
 
 
 @dataclass
@@ -70,6 +76,15 @@ class Inputs:
         names = ("kv_lens", "page_table", "k_new", "v_new", "k_scale", "v_scale")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return {"q": self.q, "k_cache": self.k, "v_cache": self.v, **given, **common}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that a call gets, by name."""
+        found = {name: getattr(self, name) for name in _TENSORS}
+        found |= {f"mask {n}": mask for n, mask in enumerate(self.masks)}
+        for score in self.scores:
+            if isinstance(score, ALiBi | Bias | Sink):
+                found[type(score).__name__] = next(iter(vars(score).values()))
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
     def differentiable(self) -> dict[str, Tensor]:
         """The tensors gradients are asked for, made leaves that require grad: q, k, v, bias, sink."""
@@ -159,6 +174,30 @@ class Inputs:
             joined = torch.cat(views) if views else tensor.new_zeros(0, heads, dim)
             found.append(joined.transpose(0, 1))
         return found
+
+    def gather_results(self, out: Tensor, lse: Tensor | None) -> dict[str, list[Tensor]]:
+        """out and, if there is one, lse, by name and sequence."""
+        return {"out": self.gather(out)} | ({} if lse is None else {"lse": self.gather_lse(lse)})
+
+    def gather_gradients(self, grads: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+        """ "dq", "dk", ... by sequence, of the gradients of what ``differentiable`` returned; those of bias and sink
+        whole."""
+        return {
+            f"d{name}": [grad] if name in ("bias", "sink") else self.gather(grad, keys=name != "q")
+            for name, grad in grads.items()
+        }
+
+    def backward(self, leaves: dict[str, Tensor], out: Tensor, lse: Tensor | None = None) -> dict[str, Tensor]:
+        """Gradients of the leaves for the case's cotangents of out and, if it is given, of lse; zeros where out says
+        that it depends on no input, which is right where there is no key."""
+        if not out.requires_grad:
+            return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+        results, cotangents = [out], [self.scatter([part.d_out for part in self.values], out)]
+        if lse is not None:
+            d_lse = [part.d_lse for part in self.values if part.d_lse is not None]
+            results, cotangents = [out, lse], [*cotangents, self.scatter_lse(d_lse, lse)]
+        grads = torch.autograd.grad(results, list(leaves.values()), cotangents, materialize_grads=True)
+        return dict(zip(leaves, grads, strict=True))
 
     def gather_lse(self, lse: Tensor) -> list[Tensor]:
         """The sequences (heads_q, rows) of an LSE, (batch, heads_q, seq_q) or packed (heads_q, total_q)."""

@@ -66,6 +66,10 @@ def _tensors_per_batch(case: Case) -> bool:
     return any(isinstance(rule, BooleanRule) for rule in case.mask) or bool(case.scores)
 
 
+def _with_gradients(case: Case) -> bool:
+    return case.gradients and case.form != "decode"
+
+
 def _plain(case: Case) -> bool:
     """Whether values may be exchanged for others."""
     return case.unit_normal and case.memory not in ("latent", "shared heads") and not case.new_keys
@@ -105,14 +109,14 @@ PROPERTIES = (
     Property(
         "gradients repeatable",
         exact.gradients_repeatable,
-        lambda case: case.gradients and case.form != "decode",
+        _with_gradients,
         claim="deterministic",
         gradients=True,
     ),
     Property(
         "gradients ignore what is outside",
         exact.gradients_ignore_what_is_outside,
-        lambda case: case.gradients and case.form != "decode",
+        _with_gradients,
         claim="deterministic",
         gradients=True,
     ),

@@ -197,33 +197,20 @@ def verify_case(subject: Subject, answers: Answers) -> list[Result]:
 
 def _gathered(subject: Subject, inputs: Inputs, out: Tensor, lse: Tensor | None) -> dict[str, list[Tensor]]:
     """out and lse by sequence; only out of a subject that is known to return no LSE."""
-    if lse is None:
-        if abilities_of(subject).lse:
-            raise Finding("returned no lse where one was asked for")
-        return {"out": inputs.gather(out)}
-    return {"out": inputs.gather(out), "lse": inputs.gather_lse(lse)}
+    if lse is None and abilities_of(subject).lse:
+        raise Finding("returned no lse where one was asked for")
+    return inputs.gather_results(out, lse)
 
 
 def _gradients(subject: Subject, answers: Answers) -> tuple[tuple[Measure, ...], str]:
     inputs = answers.case.build()
     leaves = inputs.differentiable()
     out, lse = subject(inputs)
-    results, cotangents = [out], [inputs.scatter([part.d_out for part in inputs.values], out)]
-    d_lse = [part.d_lse for part in inputs.values if part.d_lse is not None]
-    if answers.case.lse_cotangent:
-        assert lse is not None, "reasons() refuses the others"
-        results.append(lse)
-        cotangents.append(inputs.scatter_lse(d_lse, lse))
-    tensors = list(leaves.values())
-    if out.requires_grad:
-        found = torch.autograd.grad(results, tensors, cotangents, materialize_grads=True)
-    else:  # it says that its output depends on no input, which is right where there is no key
-        found = tuple(torch.zeros_like(x) for x in tensors)
-    grads = dict(zip(leaves, found, strict=True))
+    assert lse is not None or not answers.case.lse_cotangent, "reasons() refuses the others"
+    grads = inputs.backward(leaves, out, lse if answers.case.lse_cotangent else None)
     # The values too: a call that requires grad may well take another path than one that does not.
     got = _gathered(subject, inputs, out.detach(), None if lse is None else lse.detach())
-    for name, grad in grads.items():
-        got[f"d{name}"] = [grad] if name in ("bias", "sink") else inputs.gather(grad, keys=name != "q")
+    got |= inputs.gather_gradients(grads)
     measures = tuple(measure(standard, got[n]) for n, standard in answers.gradients.items() if n in got)
     outside = _outside(inputs, {f"d{name}": grad for name, grad in grads.items() if name in "qkv"})
     return measures, outside

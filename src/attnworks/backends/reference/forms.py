@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from attnworks.cache import indexable
 from attnworks.problem import Operands, Problem
 
 Core = Callable[[Problem, Operands, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor | None]]
@@ -75,9 +76,7 @@ def cached(cache: Tensor, o: Operands, sequence: int, length: int, scale: Tensor
     else:
         page_size = cache.shape[1]
         pages = o.page_table[sequence, : -(-length // page_size)]
-        # torch 2.8 indexes no float8 on a CPU: its bytes will do.
-        whole = cache.view(torch.uint8)[pages].view(cache.dtype) if cache.dtype.itemsize == 1 else cache[pages]
-        rows = whole.flatten(0, 1)[:length]
+        rows = indexable(cache)[pages].view(cache.dtype).flatten(0, 1)[:length]
     if scale is not None:
         # Not rounded to q's dtype: the scores are computed in fp32 anyway.
         rows = rows.to(torch.promote_types(o.q.dtype, torch.float32)) * scale.reshape(-1, 1)

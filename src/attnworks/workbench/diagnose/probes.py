@@ -18,7 +18,7 @@ from torch import Tensor
 from attnworks.masks import Causal, Window
 from attnworks.scores import Softcap
 from attnworks.workbench.cases import AlibiRule, BiasRule, BooleanRule, Case, SinkRule
-from attnworks.workbench.exact import given, same_bits
+from attnworks.workbench.exact import given, run, same_bits
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.metrics import Standard
 from attnworks.workbench.subjects import Declined, Subject
@@ -176,13 +176,13 @@ class Bench:
             first = None
             if got is None or properties:
                 inputs = self.probe.case.build(self.probe.poison)
-                first = _forward(subject, inputs)
+                first = run(subject, inputs)
             seen = Observation({name: self._judge(name, parts) for name, parts in (got or first or {}).items()})
             if first is not None and properties:
                 before = self.probe.case.build(self.probe.poison)
                 kept = given(before)
                 seen.writes = any(not same_bits(kept[name], tensor) for name, tensor in given(inputs).items())
-                again = _forward(subject, before)
+                again = run(subject, before)
                 seen.changes = any(not same_bits(a, b) for n in first for a, b in zip(first[n], again[n], strict=True))
             seen.writes |= bool(getattr(subject, "seen", ()))  # a guarded subject works on copies, and tells
         except Declined as error:
@@ -199,17 +199,12 @@ class Bench:
         out, lse = subject(inputs)
         if not out.requires_grad:
             return None
-        results, cotangents = [out], [inputs.scatter([part.d_out for part in inputs.values], out)]
-        d_lse = [part.d_lse for part in inputs.values if part.d_lse is not None]
-        if self.probe.case.lse_cotangent:
-            if lse is None or not lse.requires_grad:
-                return None
-            results, cotangents = [out, lse], [*cotangents, inputs.scatter_lse(d_lse, lse)]
-        grads = torch.autograd.grad(results, list(leaves.values()), cotangents, materialize_grads=True)
-        found = _values(inputs, out.detach(), None if lse is None else lse.detach())
-        for name, grad in zip(leaves, grads, strict=True):
-            found[f"d{name}"] = [grad] if name in ("bias", "sink") else inputs.gather(grad, keys=name != "q")
-        return found
+        through_lse = self.probe.case.lse_cotangent
+        if through_lse and (lse is None or not lse.requires_grad):
+            return None
+        grads = inputs.backward(leaves, out, lse if through_lse else None)
+        found = inputs.gather_results(out.detach(), None if lse is None else lse.detach())
+        return found | inputs.gather_gradients(grads)
 
     def right(self, name: str) -> Answer:
         """The answer of a kernel without a fault."""
@@ -233,16 +228,6 @@ class Bench:
         failed = bool(wrong.any()) or norm > truth.norm_budget
         relative = norm / truth.norm if truth.norm else 0.0
         return Answer(failed, got[truth.sample], wrong[truth.sample], relative, parts)
-
-
-def _forward(subject: Subject, inputs: Inputs) -> dict[str, list[Tensor]]:
-    out, lse = subject(inputs)
-    return _values(inputs, out, lse)
-
-
-def _values(inputs: Inputs, out: Tensor, lse: Tensor | None) -> dict[str, list[Tensor]]:
-    found = {"out": inputs.gather(out)}
-    return found if lse is None else {**found, "lse": inputs.gather_lse(lse)}
 
 
 def _flat(parts: list[Tensor]) -> Tensor:
