@@ -76,7 +76,10 @@ def cached(cache: Tensor, o: Operands, sequence: int, length: int, scale: Tensor
     else:
         page_size = cache.shape[1]
         pages = o.page_table[sequence, : -(-length // page_size)]
-        rows = indexable(cache)[pages].view(cache.dtype).flatten(0, 1)[:length]
+        owned = indexable(cache)[pages]
+        if owned.dtype != cache.dtype:  # a view of another dtype, even of the same, is one that autograd can't follow
+            owned = owned.view(cache.dtype)
+        rows = owned.flatten(0, 1)[:length]
     if scale is not None:
         # Not rounded to q's dtype: the scores are computed in fp32 anyway.
         rows = rows.to(torch.promote_types(o.q.dtype, torch.float32)) * scale.reshape(-1, 1)
