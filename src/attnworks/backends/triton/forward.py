@@ -1,0 +1,248 @@
+"""The forward kernel: FlashAttention-2's loop (arXiv:2307.08691, algorithm 1) for dense, packed and cached keys.
+
+One program owns TILE_Q query rows and walks over the KV tiles they see:
+
+    load Q → for each KV tile: load K → scores → score modifiers → mask → online softmax → load V → accumulate
+           → add the sink → normalise → store O and LSE
+
+Tiles that the mask hides are never visited; only tiles seen in part are masked. Where few queries share a KV head
+(decode), the query heads of its group become rows of one tile (GROUPED), so that K and V are read once for all of them.
+With SPLITS the keys are shared out among programs, and ``combine`` merges their partial results by their LSE.
+"""
+
+import triton
+import triton.language as tl
+
+from attnworks.backends.triton.parts import (
+    LN2,
+    LOG2E,
+    diagonals,
+    inside,
+    load_tile,
+    offsets_of,
+    sequence,
+    store_tile,
+    tile_ranges,
+)
+
+
+@triton.jit
+def forward(
+    q, k, v, out, lse,
+    cu_seqlens_q, cu_seqlens_kv, kv_lens, page_table, k_scale, v_scale, sink, tile_map, operands,
+    q_strides, k_strides, v_strides, out_strides, lse_strides, split_strides, table_stride,
+    batch, heads, group, seq_q, seq_kv, total_q, scale, low_bottom, high_bottom, low_top, high_top, split_kv,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, GROUPED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O and LSE of one tile of rows. Grid: (row tiles · heads · batch, splits); packed sequences have one batch entry
+    more, for the rows after the last sequence. ``heads``: of KV if GROUPED, else of Q. Strides are (batch, head, row).
+    ``scale`` multiplies Q Kᵀ; if FOLDED it is > 0 and there are no score modifiers."""
+    row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
+    program = tl.program_id(0)
+    # Later rows see more keys under a causal mask: they go first, so that no long task is left for the end.
+    row_tile = row_tiles - 1 - program % row_tiles if RIGHT else program % row_tiles
+    head = program // row_tiles % heads
+    b = program // row_tiles // heads
+    if cu_seqlens_q is not None:
+        if b == batch:
+            _empty_rows(
+                out, lse, tl.load(cu_seqlens_q + batch), total_q, row_tile, row_tiles, head, out_strides, lse_strides,
+                TILE_Q, HEAD_DIM_V, BLOCK_DV,
+            )  # fmt: skip
+            return
+
+    rows_q, q_start = sequence(b, seq_q, cu_seqlens_q, q_strides[0], q_strides[2])
+    _, out_start = sequence(b, seq_q, cu_seqlens_q, out_strides[0], out_strides[2])
+    _, lse_start = sequence(b, seq_q, cu_seqlens_q, lse_strides[0], lse_strides[2])
+    keys_kv, k_start = sequence(b, seq_kv, cu_seqlens_kv, k_strides[0], k_strides[2])
+    _, v_start = sequence(b, seq_kv, cu_seqlens_kv, v_strides[0], v_strides[2])
+    if kv_lens is not None:
+        keys_kv = tl.load(kv_lens + b).to(tl.int32)
+    table = page_table
+    if PAGE:
+        k_start, v_start, table = k_start * 0, v_start * 0, page_table + b.to(tl.int64) * table_stride
+
+    rows = row_tile * TILE_Q + tl.arange(0, TILE_Q)
+    if row_tile * TILE_Q >= (rows_q * group if GROUPED else rows_q):
+        return
+    if GROUPED:
+        positions, heads_q, kv_head = rows // group, head * group + rows % group, head
+    else:
+        positions, heads_q, kv_head = rows, head + rows * 0, head // group
+    valid = positions < rows_q
+    heads_wide = heads_q.to(tl.int64)
+    q_offsets = positions.to(tl.int64) * q_strides[2] + heads_wide * q_strides[1]
+    q_tile = load_tile(q + q_start, q_offsets, valid, HEAD_DIM, BLOCK_D, True)
+    k_head = k + k_start + kv_head.to(tl.int64) * k_strides[1]
+    v_head = v + v_start + kv_head.to(tl.int64) * v_strides[1]
+    factor = scale if k_scale is None else scale * tl.load(k_scale + kv_head)
+
+    low, high = diagonals(rows_q, keys_kv, low_bottom, high_bottom, low_top, high_top)
+    begin, end = 0, keys_kv
+    if SPLITS:
+        begin = tl.program_id(1) * split_kv
+        end = tl.minimum(begin + split_kv, keys_kv)
+    last = row_tile * TILE_Q + TILE_Q - 1
+    first_position = row_tile * TILE_Q // group if GROUPED else row_tile * TILE_Q
+    last_position = tl.minimum(last // group if GROUPED else last, rows_q - 1)
+    acc = tl.zeros([TILE_Q, BLOCK_DV], dtype=tl.float32)
+    running_sum = tl.zeros([TILE_Q], dtype=tl.float32)
+    running_max = tl.full([TILE_Q], -float("inf"), dtype=tl.float32)
+    start, full_start, full_end, stop = tile_ranges(
+        begin, end, first_position, last_position, low, high, TILE_KV, LEFT, RIGHT
+    )
+    # Three runs over tiles: seen in part at the window's left edge, seen whole, seen in part at the right edge.
+    for run in tl.static_range(3):
+        if run == 0:
+            run_start, run_stop = start, full_start
+        elif run == 1:
+            run_start, run_stop = full_start, full_end
+        else:
+            run_start, run_stop = full_end, stop
+        if run > 0 or LEFT:
+            acc, running_sum, running_max = attend(
+                acc, running_sum, running_max, q_tile, k_head, v_head, table, tile_map, run_start, run_stop,
+                b, heads_q, positions, rows_q, keys_kv, low, high, factor, operands,
+                k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE,
+                LEFT, RIGHT, run != 1, FOLDED, SCORE, MASK, PRECISION,
+            )  # fmt: skip
+
+    if sink is not None and not SPLITS:
+        acc, running_sum, running_max = add_sink(acc, running_sum, running_max, sink, heads_q, valid)
+    empty = running_sum == 0.0
+    scale_v = 1.0 if v_scale is None else tl.load(v_scale + kv_head)
+    acc = acc * (scale_v / tl.where(empty, 1.0, running_sum))[:, None]
+    row_lse = tl.where(empty, -float("inf"), (running_max + tl.math.log2(running_sum)) * LN2)
+    part = tl.program_id(1).to(tl.int64) if SPLITS else 0
+    out_offsets = positions.to(tl.int64) * out_strides[2] + heads_wide * out_strides[1]
+    store_tile(out + part * split_strides[0] + out_start, out_offsets, valid, acc, HEAD_DIM_V, BLOCK_DV)
+    if lse is not None:
+        lse_offsets = part * split_strides[1] + lse_start + positions.to(tl.int64) * lse_strides[2]
+        tl.store(lse + lse_offsets + heads_wide * lse_strides[1], row_lse, mask=valid)
+
+
+@triton.jit
+def attend(
+    acc, running_sum, running_max, q, k_head, v_head, table, tile_map, first_tile, last_tile,
+    b, heads, positions, seq_q, seq_kv, low, high, scale, operands, k_strides, v_strides,
+    TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over KV tiles first_tile to last_tile - 1 (of the list ``tile_map``, if there is one)."""
+    for index in range(first_tile, last_tile):
+        tile = index if tile_map is None else tl.load(tile_map + index)
+        start = tile * TILE_KV
+        lanes = tl.arange(0, TILE_KV)
+        keys = start + lanes
+        present = keys < seq_kv
+        if PAGE == 0:
+            # One 64-bit offset for the tile; those within it stay the same from tile to tile.
+            k_tile, v_tile = k_head + start.to(tl.int64) * k_strides[2], v_head + start.to(tl.int64) * v_strides[2]
+            k_offsets, v_offsets = offsets_of(lanes, k_strides[2], WIDE), offsets_of(lanes, v_strides[2], WIDE)
+        else:
+            if PAGE % TILE_KV == 0:  # the tile lies in one page: one entry of the table, and the tile does begin
+                page = tl.load(table + start // PAGE).to(tl.int64)
+                k_tile = k_head + page * k_strides[0] + (start % PAGE).to(tl.int64) * k_strides[2]
+                v_tile = v_head + page * v_strides[0] + (start % PAGE).to(tl.int64) * v_strides[2]
+                k_offsets, v_offsets = offsets_of(lanes, k_strides[2], WIDE), offsets_of(lanes, v_strides[2], WIDE)
+            else:
+                pages = tl.load(table + keys // PAGE, mask=present, other=0).to(tl.int64)
+                k_tile, v_tile = k_head, v_head
+                k_offsets = pages * k_strides[0] + (keys % PAGE).to(tl.int64) * k_strides[2]
+                v_offsets = pages * v_strides[0] + (keys % PAGE).to(tl.int64) * v_strides[2]
+        k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, MASKED).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if not FOLDED:
+            scores = scores * scale
+            if SCORE is not None:
+                scores = SCORE(scores, b, heads[:, None], positions[:, None], keys[None, :], seq_kv - seq_q, operands)
+            scores = scores * LOG2E
+        if MASKED:
+            visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
+            if MASK is not None:
+                visible = visible & MASK(b, heads[:, None], positions[:, None], keys[None, :], seq_kv - seq_q, operands)
+            scores = tl.where(visible, scores, -float("inf"))
+        # Folded, the scale is one more factor in the exponential's argument, which a fused multiply-add takes along.
+        factor = scale * LOG2E if FOLDED else 1.0
+        new_max = tl.maximum(running_max, tl.max(scores, 1) * factor)
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key seen yet: nothing to subtract
+        probs = tl.math.exp2(scores * factor - shift[:, None])
+        alpha = tl.math.exp2(running_max - shift)
+        running_sum = running_sum * alpha + tl.sum(probs, 1)
+        running_max = new_max
+        v = load_tile(v_tile, v_offsets, present, HEAD_DIM_V, BLOCK_DV, MASKED).to(q.dtype)
+        acc = tl.dot(probs.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, running_sum, running_max
+
+
+@triton.jit
+def add_sink(acc, running_sum, running_max, sink, heads, valid):
+    """One more logit per head that carries no value: as if another tile held it alone."""
+    logit = tl.load(sink + heads, mask=valid, other=-float("inf")).to(tl.float32) * LOG2E
+    new_max = tl.maximum(running_max, logit)
+    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
+    alpha = tl.math.exp2(running_max - shift)
+    return acc * alpha[:, None], running_sum * alpha + tl.math.exp2(logit - shift), new_max
+
+
+@triton.jit
+def _empty_rows(
+    out, lse, first, total, tile, tiles, head, out_strides, lse_strides,
+    TILE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows that belong to no sequence: 0, with LSE -inf."""
+    for start in range(first + tile * TILE, total, tiles * TILE):
+        rows = (start + tl.arange(0, TILE)).to(tl.int64)
+        valid = rows < total
+        store_tile(
+            out + head.to(tl.int64) * out_strides[1], rows * out_strides[2], valid,
+            tl.zeros([TILE, BLOCK], dtype=tl.float32), DIM, BLOCK,
+        )  # fmt: skip
+        if lse is not None:
+            lse_rows = lse + head.to(tl.int64) * lse_strides[1] + rows * lse_strides[2]
+            tl.store(lse_rows, tl.full([TILE], -float("inf"), dtype=tl.float32), mask=valid)
+
+
+@triton.jit
+def combine(
+    parts, part_lse, out, lse, sink, out_strides, lse_strides, split_strides, heads, seq_q, splits,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Partial results over disjoint keys merged by their LSE, one program for each (batch, head, query).
+
+    O = Σ O_s 2^(L_s - m) / Σ 2^(L_s - m), LSE = m + log2 Σ 2^(L_s - m), with m the largest L_s; parts without a key
+    have L_s = -inf and weigh nothing (arXiv:2205.14135, section 3.1, applied to whole splits).
+    ``parts`` (splits, batch, seq_q, heads, DIM) fp32, ``part_lse`` (splits, batch, heads, seq_q), SPLITS >= splits.
+    """
+    program = tl.program_id(0)
+    position, head, b = program % seq_q, program // seq_q % heads, program // seq_q // heads
+    row = position.to(tl.int64) * out_strides[2] + head * out_strides[1] + b.to(tl.int64) * out_strides[0]
+    lse_row = position + head * lse_strides[1] + b.to(tl.int64) * lse_strides[0]
+    index = tl.arange(0, SPLITS)
+    part_lses = tl.load(
+        part_lse + index.to(tl.int64) * split_strides[1] + lse_row, mask=index < splits, other=-float("inf")
+    )
+    part_lses = part_lses * LOG2E
+    maximum = tl.max(part_lses, 0)
+    if sink is not None:
+        logit = tl.load(sink + head).to(tl.float32) * LOG2E
+        maximum = tl.maximum(maximum, logit)
+    shift = tl.where(maximum == -float("inf"), 0.0, maximum)
+    total = tl.sum(tl.math.exp2(part_lses - shift), 0)
+    if sink is not None:
+        total += tl.math.exp2(logit - shift)
+    columns = tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], dtype=tl.float32)
+    for part in range(splits):
+        weight = tl.math.exp2(tl.load(part_lse + part.to(tl.int64) * split_strides[1] + lse_row) * LOG2E - shift)
+        # A part without keys holds 0, so a weight of 0 needs no case of its own.
+        acc += weight * tl.load(parts + part.to(tl.int64) * split_strides[0] + row + columns, mask=columns < DIM, other=0.0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + row + columns, acc.to(out.dtype.element_ty), mask=columns < DIM)
+    if lse is not None:
+        tl.store(lse + lse_row, tl.where(total == 0.0, -float("inf"), (maximum + tl.math.log2(total)) * LN2))
