@@ -131,9 +131,7 @@ class Row:
             raise AttributeError(name)
         raise NotTraced(f"uses .{name} on a row of a captured tensor: index all its {self._tensor.dim()} dimensions")
 
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotTraced(f"uses {_name(function)} on a row of a captured tensor: index all its dimensions")
+    __torch_function__ = Proxy.__torch_function__  # so that torch hands it to the recorder
 
 
 class Recorder(TorchFunctionMode):
@@ -212,6 +210,8 @@ def apply(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str
             return value.place
         if isinstance(value, bool | int | float):
             return builder.const(value)
+        if isinstance(value, Row):
+            raise NotTraced(f"uses {name} on a row of a captured tensor: index all its dimensions")
         raise NotTraced(f"uses {name} with {type(value).__name__}")
 
     if logical:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -14,25 +14,25 @@ _NOTHING = object()
 
 
 class Reads(NamedTuple):
-    """Closure cells, global names and functions with their code and defaults, each with what was there."""
+    """Closure cells, global names and functions with their code and defaults, each with what was there.
+
+    The first function stands as None: a function that held itself would be freed late.
+    """
 
     cells: tuple[tuple[CellType, object], ...]
     names: tuple[tuple[dict[str, Any], str, object], ...]
-    functions: tuple[tuple[FunctionType, object, object, object], ...]
+    functions: tuple[tuple[FunctionType | None, object, object, object], ...]
 
-    def are_current(self) -> bool:
+    def are_current(self, function: Callable[..., Any]) -> bool:
         for cell, value in self.cells:
             if _contents(cell) is not value:
                 return False
         for namespace, name, value in self.names:
             if namespace.get(name, _NOTHING) is not value:
                 return False
-        for function, code, defaults, keywords in self.functions:
-            if (
-                function.__code__ is not code
-                or function.__defaults__ is not defaults
-                or function.__kwdefaults__ is not keywords
-            ):
+        for other, code, defaults, keywords in self.functions:
+            now: Any = function if other is None else other
+            if now.__code__ is not code or now.__defaults__ is not defaults or now.__kwdefaults__ is not keywords:
                 return False
         return True
 
@@ -46,12 +46,14 @@ class Reads(NamedTuple):
         """All that a function and the functions it calls read; None if any of it may change without being replaced."""
         cells: list[tuple[CellType, object]] = []
         names: list[tuple[dict[str, Any], str, object]] = []
-        functions: list[tuple[FunctionType, object, object, object]] = []
+        functions: list[tuple[FunctionType | None, object, object, object]] = []
         waiting, seen = [function], {function}
         while waiting:
             current = waiting.pop()
             keywords = current.__kwdefaults__
-            functions.append((current, current.__code__, current.__defaults__, keywords))
+            functions.append(
+                (None if current is function else current, current.__code__, current.__defaults__, keywords)
+            )
             own_cells = [(cell, _contents(cell)) for cell in current.__closure__ or ()]
             space = current.__globals__
             own_names = [(space, name, space[name]) for name in sorted(_names(current.__code__)) if name in space]
@@ -60,7 +62,7 @@ class Reads(NamedTuple):
             cells += own_cells
             names += own_names
             for value in [*(x[-1] for x in own_cells), *(x[-1] for x in own_names), *(current.__defaults__ or ())]:
-                if isinstance(value, FunctionType) and not value.__module__.startswith("torch."):
+                if isinstance(value, FunctionType) and not str(value.__module__).startswith("torch."):
                     if value not in seen:
                         seen.add(value)
                         waiting.append(value)

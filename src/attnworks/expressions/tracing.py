@@ -81,7 +81,7 @@ class _Known:
         self.looks = tuple((tensor, _look(tensor)) for tensor in tensors.values())
 
     def is_current(self, function: Callable[..., Any]) -> bool:
-        if self.owner() is not function or not self.reads.are_current():
+        if self.owner() is not function or not self.reads.are_current(function):
             return False
         return all(_look(tensor) == look for tensor, look in self.looks)
 
