@@ -11,11 +11,13 @@ bottom-right alignment (the last query sees the last key), 0 for top-left.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from attnworks.expressions import MASK_INPUTS, Expression, OperandSpec, operand_spec, trace
 
 Align = Literal["bottom-right", "top-left"]
 ALIGNS = ("bottom-right", "top-left")
@@ -100,17 +102,6 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class OperandSpec:
-    """A tensor that travels beside a spec: its place among the operands and what a kernel must know of it."""
-
-    index: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-
-
-@dataclass(frozen=True)
 class DenseMask:
     """A boolean tensor, True where visible, any broadcast of (batch, heads_q, seq_q, seq_kv)."""
 
@@ -119,18 +110,27 @@ class DenseMask:
 
 @dataclass(frozen=True)
 class Predicate:
-    """A user function ``visible = function(b, h, q, k)`` of raw indices (FlexAttention's mask_mod signature)."""
+    """A user function ``visible = function(b, h, q, k)`` of raw indices (FlexAttention's mask_mod signature).
 
-    function: Callable[..., Any]
+    Traced functions are equal if they say the same: ``expression`` is what they say, its operands are those of the mask
+    from number ``first`` on, and ``function`` is None, so that nothing keeps alive what it captured. Where there is no
+    expression, ``why_not`` says why, and ``function`` is called.
+    """
+
+    function: Callable[..., Any] | None
+    expression: Expression | None = None
+    first: int = 0
+    name: str = field(default="?", compare=False)
+    why_not: str = field(default="", compare=False)
+
+    def own(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The captured tensors among the mask's operands."""
+        return operands[self.first : self.first + len(self.expression.operands)] if self.expression else ()
 
 
 MaskTerm = Bounds | DenseMask | Predicate
 MaskSpec = tuple[MaskTerm, ...]
 UserMask = Causal | Window | AllOf | Tensor | Callable[..., Any] | None
-
-
-def operand_spec(tensor: Tensor, index: int) -> OperandSpec:
-    return OperandSpec(index, tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
 
 
 def split(mask: object) -> tuple[MaskSpec, tuple[Tensor, ...]]:
@@ -158,7 +158,10 @@ def split(mask: object) -> tuple[MaskSpec, tuple[Tensor, ...]]:
             others.append(DenseMask(operand_spec(part, len(operands))))
             operands.append(part)
         elif callable(part) and not isinstance(part, type):
-            others.append(Predicate(part))
+            traced = trace(part, MASK_INPUTS)
+            function = part if traced.expression is None else None
+            others.append(Predicate(function, traced.expression, len(operands), name_of(part), traced.why_not))
+            operands += traced.operands
         else:
             raise TypeError(
                 f"mask: was {part!r}, must be None, Causal(), Window(), a boolean tensor, a function (b, h, q, k), "
@@ -173,6 +176,10 @@ def _flatten(mask: object) -> list[object]:
     if isinstance(mask, AllOf):
         return [leaf for part in mask.parts for leaf in _flatten(part)]
     return [mask]
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", repr(function)))
 
 
 def _limit(extent: int | None) -> int | None:
@@ -200,7 +207,7 @@ def describe(spec: MaskSpec) -> str:
 
 def _describe_term(term: MaskTerm) -> str:
     if isinstance(term, Predicate):
-        return f"predicate {getattr(term.function, '__name__', '?')}"
+        return f"predicate {term.name}"
     if isinstance(term, DenseMask):
         return f"boolean tensor {term.operand.shape}"
     suffix = "" if term.align == "bottom-right" else f" {term.align}"

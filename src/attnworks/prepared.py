@@ -32,7 +32,7 @@ def prepare(key: Hashable, problem: Problem, backend: str, plan: Plan | None) ->
     if backend == "auto" and plan is None:
         dispatch.warn_if_quadratic(problem, chosen, verdicts)
     launch = chosen.prepare(problem, best)
-    # A user's function would be kept alive, with all it captured, for a key that a fresh lambda never meets again.
+    # A function that is called would be kept alive, with all it captured, for a key that a fresh one never meets again.
     if not _holds_functions(problem):
         if len(CALLS) >= LIMIT:
             CALLS.clear()
@@ -41,8 +41,8 @@ def prepare(key: Hashable, problem: Problem, backend: str, plan: Plan | None) ->
 
 
 def _holds_functions(problem: Problem) -> bool:
-    return any(isinstance(term, masks.Predicate) for term in problem.mask) or any(
-        term.kind == "function" for term in problem.scores
+    return any(isinstance(term, masks.Predicate) and term.function is not None for term in problem.mask) or any(
+        term.function is not None for term in problem.scores
     )
 
 

@@ -209,10 +209,15 @@ def check_mask_operands(spec: MaskSpec, operands: tuple[Tensor, ...], sizes: Siz
             tensor = operands[term.operand.index]
             check_device("mask", tensor, q)
             _check_broadcast("mask", tensor, sizes)
+        elif isinstance(term, masks.Predicate):
+            for tensor in term.own(operands):
+                check_device(f"mask: a tensor captured by {term.name}", tensor, q)
 
 
 def check_score_operands(spec: ScoreSpec, operands: tuple[Tensor, ...], sizes: Sizes, q: Tensor) -> None:
     for term in spec:
+        for tensor in term.own(operands):
+            check_device(f"scores: a tensor captured by {term.name}", tensor, q)
         if term.operand is None:
             continue
         tensor = operands[term.operand.index]

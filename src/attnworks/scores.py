@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
-from attnworks.masks import OperandSpec, operand_spec
+from attnworks.expressions import SCORE_INPUTS, Expression, OperandSpec, operand_spec, trace
+from attnworks.masks import name_of
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,24 @@ ScoreKind = Literal["softcap", "alibi", "bias", "sink", "function"]
 
 @dataclass(frozen=True)
 class ScoreTerm:
-    """One modifier as a kernel is built for it: its kind, its static parameter, its operand's shape and strides."""
+    """One modifier as a kernel is built for it: its kind, its static parameter, its operand's shape and strides.
+
+    A "function" is traced as in ``masks.Predicate``: it has an ``expression``, whose operands are those of the scores
+    from number ``first`` on, or else a ``function`` to call, and ``why_not``.
+    """
 
     kind: ScoreKind
     cap: float = 0.0
     function: Callable[..., Any] | None = None
     operand: OperandSpec | None = None
+    expression: Expression | None = None
+    first: int = 0
+    name: str = field(default="", compare=False)
+    why_not: str = field(default="", compare=False)
+
+    def own(self, operands: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The tensors that a traced function captured, among the scores' operands."""
+        return operands[self.first : self.first + len(self.expression.operands)] if self.expression else ()
 
 
 ScoreSpec = tuple[ScoreTerm, ...]
@@ -92,7 +105,18 @@ def split(scores: object) -> tuple[ScoreSpec, tuple[Tensor, ...]]:
             terms.append(ScoreTerm(kind, operand=operand_spec(tensor, len(operands))))
             operands.append(tensor)
         elif callable(score) and not isinstance(score, type):
-            terms.append(ScoreTerm("function", function=score))
+            traced = trace(score, SCORE_INPUTS)
+            terms.append(
+                ScoreTerm(
+                    "function",
+                    function=score if traced.expression is None else None,
+                    expression=traced.expression,
+                    first=len(operands),
+                    name=name_of(score),
+                    why_not=traced.why_not,
+                )
+            )
+            operands += traced.operands
         else:
             raise TypeError(
                 f"scores: held {score!r}, must hold Softcap, ALiBi, Bias, Sink or functions (s, b, h, q, k)"

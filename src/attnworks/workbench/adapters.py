@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from attnworks import masks, scores
 from attnworks.backends.reference import definitions
-from attnworks.masks import Bounds, DenseMask, MaskSpec
+from attnworks.expressions import evaluate
+from attnworks.masks import Bounds, DenseMask, MaskSpec, Predicate
 from attnworks.scores import ALiBi, Bias, Sink, Softcap
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.subjects import mask_kinds, score_kinds
@@ -266,10 +267,17 @@ def _mask_mod(spec: MaskSpec, operands: tuple[Tensor, ...], seq_q: int, seq_kv: 
             elif isinstance(term, DenseMask):
                 sees = sees & _picked(operands[term.operand.index], b, h, q, k)
             else:
-                sees = sees & term.function(b, h, q, k)
+                sees = sees & _asked(term, operands, b, h, q, k)
         return sees
 
     return mask_mod
+
+
+def _asked(term: Predicate, operands: tuple[Tensor, ...], b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    if term.expression is not None:
+        return evaluate(term.expression, {"b": b, "h": h, "q": q, "k": k}, term.own(operands))
+    assert term.function is not None
+    return cast("Tensor", term.function(b, h, q, k))
 
 
 def _score_mod(inputs: Inputs) -> Callable[..., Tensor]:

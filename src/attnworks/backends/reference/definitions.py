@@ -3,12 +3,12 @@ backends use, so that a shared mistake cannot hide."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnworks.expressions import evaluate
 from attnworks.masks import Bounds, DenseMask, MaskSpec, Predicate
 from attnworks.problem import Operands
 from attnworks.scores import ScoreSpec, ScoreTerm
@@ -24,6 +24,11 @@ class Positions(NamedTuple):
     k: Tensor
     seq_q: int
     seq_kv: int
+
+    @property
+    def indices(self) -> dict[str, Tensor]:
+        """By the names that expressions have for them."""
+        return {"b": self.b, "h": self.h, "q": self.q, "k": self.k}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -56,7 +61,7 @@ def visible(spec: MaskSpec, operands: tuple[Tensor, ...], at: Positions) -> Tens
     result = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=at.q.device)
     for term in spec:
         if isinstance(term, Predicate):
-            result = result & _asked(term, at)
+            result = result & _asked(term, operands, at)
         elif isinstance(term, DenseMask):
             result = result & _broadcast(operands[term.operand.index])[_index(operands[term.operand.index], at)]
         else:
@@ -74,15 +79,18 @@ def _within(term: Bounds, at: Positions) -> Tensor:
     return result
 
 
-def _asked(term: Predicate, at: Positions) -> Tensor:
+def _asked(term: Predicate, operands: tuple[Tensor, ...], at: Positions) -> Tensor:
+    if term.expression is not None:
+        return evaluate(term.expression, at.indices, term.own(operands))
+    assert term.function is not None
     result = term.function(at.b, at.h, at.q, at.k)
     if not isinstance(result, Tensor) or result.dtype != torch.bool:
         was = f"a tensor of {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
         raise TypeError(
-            f"mask: predicate {_name(term.function)} returned {was}, must return a torch.bool tensor made from its "
+            f"mask: predicate {term.name} returned {was}, must return a torch.bool tensor made from its "
             "indices with comparisons, &, | and ~"
         )
-    _check_shape(f"mask: predicate {_name(term.function)}", result, at)
+    _check_shape(f"mask: predicate {term.name}", result, at)
     return result
 
 
@@ -101,20 +109,22 @@ def modify_once(term: ScoreTerm, operands: tuple[Tensor, ...], s: Tensor, at: Po
     if term.kind == "softcap":
         return term.cap * torch.tanh(s / term.cap)
     if term.kind == "function":
-        return _scored(term.function, s, at)
+        return _scored(term, operands, s, at)
     if term.operand is None or term.kind == "sink":
         return s
     values = operand_values(term, operands[term.operand.index], at).to(s.dtype)
     return s + values if term.kind == "bias" else s - values * distance(at).to(s.dtype)
 
 
-def _scored(function: Callable[..., Any] | None, s: Tensor, at: Positions) -> Tensor:
-    assert function is not None
-    result = function(s, at.b, at.h, at.q, at.k)
+def _scored(term: ScoreTerm, operands: tuple[Tensor, ...], s: Tensor, at: Positions) -> Tensor:
+    if term.expression is not None:
+        return evaluate(term.expression, at.indices | {"s": s}, term.own(operands)).to(s.dtype).expand(at.shape)
+    assert term.function is not None
+    result = term.function(s, at.b, at.h, at.q, at.k)
     if not isinstance(result, Tensor) or not result.is_floating_point():
         was = f"a tensor of {result.dtype}" if isinstance(result, Tensor) else type(result).__name__
-        raise TypeError(f"scores: function {_name(function)} returned {was}, must return a floating-point tensor")
-    _check_shape(f"scores: function {_name(function)}", result, at)
+        raise TypeError(f"scores: function {term.name} returned {was}, must return a floating-point tensor")
+    _check_shape(f"scores: function {term.name}", result, at)
     return result.to(s.dtype).expand(at.shape)
 
 
@@ -163,7 +173,3 @@ def _check_shape(owner: str, result: Tensor, at: Positions) -> None:
     missing = 4 - result.dim()
     if missing < 0 or any(s not in (1, whole) for s, whole in zip(result.shape, at.shape[missing:], strict=True)):
         raise ValueError(f"{owner} returned shape {tuple(result.shape)}, must broadcast to {at.shape}")
-
-
-def _name(function: Callable[..., Any] | None) -> str:
-    return getattr(function, "__name__", repr(function))

@@ -1,0 +1,300 @@
+"""Tile maps: for each tile of queries the tiles of keys that a mask shows it, so that kernels skip what is hidden.
+
+For any mask: closed bounds, boolean tensors, traced predicates and their intersections. It is evaluated element by
+element in blocks of bounded size; only counts by tile outlive a block. Dense problems only: packed sequences and caches
+of different lengths would need a map each.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attnworks.expressions import evaluate
+from attnworks.masks import Bounds, DenseMask, MaskSpec, Predicate
+
+# Elements of a block: with its int64 intermediates about 64 MB.
+BLOCK = 2**20
+
+CACHE_LIMIT = 64
+
+
+@dataclass(frozen=True)
+class TileLists:
+    """Lists of tiles by row in compressed form: row r has ``tiles[offsets[r] : offsets[r + 1]]``, ascending; int32."""
+
+    offsets: Tensor
+    tiles: Tensor
+
+    def row(self, row: int) -> list[int]:
+        return [int(tile) for tile in self.tiles[int(self.offsets[row]) : int(self.offsets[row + 1])]]
+
+
+@dataclass(frozen=True)
+class TileMap:
+    """Which tiles of (tile_q, tile_kv) are shown in part or in full; all others are hidden.
+
+    Row ``(b · heads + h) · tiles_q + t`` of ``partial`` and ``full`` lists the KV tiles of query tile t; ``batch`` and
+    ``heads`` are 1 where the mask does not depend on them (use b = 0, h = 0). A KV tile that reaches past ``seq_kv`` is
+    never full. ``visible_pairs`` counts query-key pairs over ``batch`` and ``heads``.
+    """
+
+    batch: int
+    heads: int
+    seq_q: int
+    seq_kv: int
+    tile_q: int
+    tile_kv: int
+    partial: TileLists
+    full: TileLists
+    visible_pairs: int
+
+    @property
+    def tiles_q(self) -> int:
+        return -(-self.seq_q // self.tile_q)
+
+    @property
+    def tiles_kv(self) -> int:
+        return -(-self.seq_kv // self.tile_kv)
+
+    @property
+    def partial_tiles(self) -> int:
+        return self.partial.tiles.numel()
+
+    @property
+    def full_tiles(self) -> int:
+        return self.full.tiles.numel()
+
+    @property
+    def hidden_tiles(self) -> int:
+        return self.batch * self.heads * self.tiles_q * self.tiles_kv - self.partial_tiles - self.full_tiles
+
+    @property
+    def visible_share(self) -> float:
+        """Of all query-key pairs; 0 for a problem without pairs."""
+        return self.visible_pairs / max(self.batch * self.heads * self.seq_q * self.seq_kv, 1)
+
+    @cached_property
+    def transposed(self) -> TileMap:
+        """The same tiles listed by KV tile: row ``(b · heads + h) · tiles_kv + t`` lists query tiles, for dK and dV.
+
+        In it queries and keys have changed places, and so have the sizes.
+        """
+        lists = (self._transpose(self.partial), self._transpose(self.full))
+        sizes = (self.seq_kv, self.seq_q, self.tile_kv, self.tile_q)
+        return TileMap(self.batch, self.heads, *sizes, *lists, self.visible_pairs)
+
+    def _transpose(self, lists: TileLists) -> TileLists:
+        rows = torch.arange(lists.offsets.numel() - 1, device=lists.tiles.device)
+        row = torch.repeat_interleave(rows, lists.offsets.diff().long(), output_size=lists.tiles.numel())
+        tiles_q = max(self.tiles_q, 1)
+        new_row = (row // tiles_q) * self.tiles_kv + lists.tiles
+        order = torch.argsort(new_row, stable=True)  # keeps query tiles ascending
+        return _compress(new_row, (row % tiles_q)[order], self.batch * self.heads * self.tiles_kv)
+
+
+def build(
+    spec: MaskSpec,
+    operands: tuple[Tensor, ...],
+    *,
+    batch: int,
+    heads: int,
+    seq_q: int,
+    seq_kv: int,
+    tile_q: int,
+    tile_kv: int,
+    device: torch.device | str,
+) -> TileMap:
+    """The tile map of a dense problem's mask, its lists on ``device``.
+
+    Scratch is about 64 MB however long the sequences are. On a GPU it waits for the device, whose counts it reads.
+    Raises ``ValueError`` for a predicate that was not traced.
+    """
+    for term in spec:
+        if isinstance(term, Predicate) and term.expression is None:
+            raise ValueError(f"mask: predicate {term.name} has no tile map, as it was not traced: {term.why_not}")
+    device = torch.device(device)
+    batch, heads = _depends(spec, operands, batch, heads)
+    sizes = _Sizes(batch, heads, seq_q, seq_kv, tile_q, tile_kv)
+    parts: dict[int, list[tuple[Tensor, Tensor]]] = {_PARTIAL: [], _FULL: []}
+    pairs = torch.zeros((), dtype=torch.int64, device=device)
+    for units, tiles in _blocks(spec, sizes, device):
+        counts = _count(spec, operands, sizes, units, tiles)
+        pairs += counts.sum()
+        state = (counts > 0).to(torch.uint8)
+        inside = (tiles + 1) * tile_kv <= seq_kv
+        rows = (seq_q - units % sizes.tiles_q * tile_q).clamp_max(tile_q)
+        state += (counts == rows[:, None] * tile_kv) & inside & (counts > 0)
+        for kind, found in parts.items():
+            unit, tile = (state == kind).nonzero(as_tuple=True)
+            found.append((units[unit], tiles[tile]))
+    partial, full = (_lists(found, batch * heads * sizes.tiles_q, device) for found in parts.values())
+    return TileMap(batch, heads, seq_q, seq_kv, tile_q, tile_kv, partial, full, int(pairs))
+
+
+_PARTIAL, _FULL = 1, 2  # states of a tile; 0 is hidden
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    batch: int
+    heads: int
+    seq_q: int
+    seq_kv: int
+    tile_q: int
+    tile_kv: int
+
+    @property
+    def tiles_q(self) -> int:
+        return -(-self.seq_q // self.tile_q)
+
+    @property
+    def tiles_kv(self) -> int:
+        return -(-self.seq_kv // self.tile_kv)
+
+
+def _depends(spec: MaskSpec, operands: tuple[Tensor, ...], batch: int, heads: int) -> tuple[int, int]:
+    """batch and heads, 1 where no term depends on them."""
+    on_batch = on_heads = False
+    for term in spec:
+        if isinstance(term, Predicate) and term.expression is not None:
+            on_batch |= term.expression.reads("b")
+            on_heads |= term.expression.reads("h")
+        elif isinstance(term, DenseMask):
+            tensor = _four(operands[term.operand.index])
+            on_batch |= tensor.shape[0] > 1 and tensor.stride(0) != 0
+            on_heads |= tensor.shape[1] > 1 and tensor.stride(1) != 0
+    return batch if on_batch else min(batch, 1), heads if on_heads else min(heads, 1)
+
+
+def _blocks(spec: MaskSpec, sizes: _Sizes, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Units (query tiles of all batches and heads, numbered as a map's rows) and KV tiles whose pairs make a block.
+
+    KV tiles that the bounds hide from all of a block are left out. Blocks come in the order of their units, and for
+    the same units in that of their tiles.
+    """
+    total = sizes.batch * sizes.heads * sizes.tiles_q
+    row_pairs = sizes.tile_q * sizes.tiles_kv * sizes.tile_kv
+    units_each = max(1, BLOCK // max(row_pairs, 1))
+    tiles_each = max(1, BLOCK // (sizes.tile_q * sizes.tile_kv))
+    for first in range(0, total, units_each):
+        last = min(first + units_each, total)
+        start, stop = _tiles_within_bounds(spec, sizes, first, last)
+        for tile in range(start, stop, tiles_each):
+            yield (
+                torch.arange(first, last, device=device),
+                torch.arange(tile, min(tile + tiles_each, stop), device=device),
+            )
+
+
+def _tiles_within_bounds(spec: MaskSpec, sizes: _Sizes, first: int, last: int) -> tuple[int, int]:
+    """The KV tiles that closed bounds may show to the units first..last - 1."""
+    low_q, high_q = 0, sizes.seq_q - 1
+    if first // sizes.tiles_q == (last - 1) // sizes.tiles_q:  # all of one head
+        low_q = first % sizes.tiles_q * sizes.tile_q
+        high_q = min((last - 1) % sizes.tiles_q * sizes.tile_q + sizes.tile_q, sizes.seq_q) - 1
+    start, stop = 0, sizes.seq_kv
+    for term in spec:
+        if isinstance(term, Bounds):
+            shift = _shift(term, sizes)
+            start = start if term.left is None else max(start, low_q + shift - term.left)
+            stop = stop if term.right is None else min(stop, high_q + shift + term.right + 1)
+    return start // sizes.tile_kv, -(-stop // sizes.tile_kv)
+
+
+def _shift(term: Bounds, sizes: _Sizes) -> int:
+    return sizes.seq_kv - sizes.seq_q if term.align == "bottom-right" else 0
+
+
+def _count(spec: MaskSpec, operands: tuple[Tensor, ...], sizes: _Sizes, units: Tensor, tiles: Tensor) -> Tensor:
+    """Visible pairs of each unit and tile, int64 (units, tiles)."""
+    head = units // sizes.tiles_q
+    row = torch.arange(sizes.tile_q, device=units.device)
+    column = torch.arange(sizes.tile_kv, device=units.device)
+    q = ((units % sizes.tiles_q * sizes.tile_q)[:, None] + row)[:, None, :, None]
+    k = ((tiles * sizes.tile_kv)[:, None] + column)[None, :, None, :]
+    inside = (q < sizes.seq_q) & (k < sizes.seq_kv)
+    at = {
+        "b": (head // sizes.heads)[:, None, None, None],
+        "h": (head % sizes.heads)[:, None, None, None],
+        "q": q.clamp_max(sizes.seq_q - 1),
+        "k": k.clamp_max(sizes.seq_kv - 1),
+    }
+    for term in spec:
+        if isinstance(term, Bounds):
+            ahead = k - (q + _shift(term, sizes))
+            inside = inside if term.left is None else inside & (ahead >= -term.left)
+            inside = inside if term.right is None else inside & (ahead <= term.right)
+        elif isinstance(term, DenseMask):
+            tensor = _four(operands[term.operand.index])
+            index = [
+                at[name] if size > 1 else torch.zeros_like(units)[:1]
+                for name, size in zip("bhqk", tensor.shape, strict=True)
+            ]
+            inside = inside & tensor[tuple(index)]
+        else:
+            assert term.expression is not None, "build() refuses before"
+            inside = inside & evaluate(term.expression, at, term.own(operands))
+    return inside.sum((2, 3))
+
+
+def _four(tensor: Tensor) -> Tensor:
+    return tensor[(None,) * (4 - tensor.dim())]
+
+
+def _lists(found: list[tuple[Tensor, Tensor]], rows: int, device: torch.device) -> TileLists:
+    """Lists from pieces whose rows ascend, or, where a row's tiles came in several blocks, repeat."""
+    nothing = torch.zeros(0, dtype=torch.int64, device=device)
+    row = torch.cat([nothing, *(unit for unit, _ in found)])
+    tile = torch.cat([nothing, *(tile for _, tile in found)])
+    return _compress(row, tile[torch.argsort(row, stable=True)], rows)
+
+
+def _compress(row: Tensor, sorted_tiles: Tensor, rows: int) -> TileLists:
+    offsets = torch.zeros(rows + 1, dtype=torch.int64, device=row.device)
+    offsets[1:] = torch.bincount(row, minlength=rows).cumsum(0)
+    return TileLists(offsets.int(), sorted_tiles.int())
+
+
+# ---- kept between calls ----------------------------------------------------------------------------------------------
+
+_Kept = tuple[TileMap, tuple[tuple[int, int], ...], tuple[weakref.ref[Tensor], ...]]
+_CACHE: dict[Hashable, _Kept] = {}
+
+
+def cached(
+    spec: MaskSpec,
+    operands: tuple[Tensor, ...],
+    *,
+    batch: int,
+    heads: int,
+    seq_q: int,
+    seq_kv: int,
+    tile_q: int,
+    tile_kv: int,
+    device: torch.device | str,
+) -> TileMap:
+    """``build``, or the map that it gave for the same mask, sizes and operands.
+
+    Operands are the same while they are the same tensor objects over the same memory in the same version, so one that
+    was freed or written to by torch gives a new map. Writes that torch doesn't count (through ``.data``, NumPy or a
+    kernel of one's own) are not seen. Inference tensors count no versions: their maps are built anew.
+    """
+    sizes = {"batch": batch, "heads": heads, "seq_q": seq_q, "seq_kv": seq_kv, "tile_q": tile_q, "tile_kv": tile_kv}
+    if any(operand.is_inference() for operand in operands):
+        return build(spec, operands, **sizes, device=device)
+    states = tuple((operand.data_ptr(), operand._version) for operand in operands)
+    key = (spec, *sizes.values(), str(device), tuple(map(id, operands)))
+    found = _CACHE.get(key)
+    if found is not None and found[1] == states:
+        return found[0]
+    made = build(spec, operands, **sizes, device=device)
+    if key not in _CACHE and len(_CACHE) >= CACHE_LIMIT:
+        del _CACHE[next(iter(_CACHE))]
+    _CACHE[key] = made, states, tuple(weakref.ref(operand, lambda _: _CACHE.pop(key, None)) for operand in operands)
+    return made
