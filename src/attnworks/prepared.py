@@ -68,21 +68,17 @@ def last_contiguous(tensor: Tensor, name: str = "") -> Tensor:
     return tensor.contiguous() if tensor.shape[-1] != 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def differentiable(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...]) -> bool:
-    """Whether autograd, forward-mode AD or a functorch transform watches the call."""
-    if torch.is_grad_enabled() and (
+def watched(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...]) -> tuple[bool, bool, bool]:
+    """Problem's ``differentiable``, ``transformed`` and ``traced``: who watches a call besides its caller."""
+    differentiable = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or any(operand.requires_grad for operand in operands)
-    ):
-        return True
-    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
-
-
-def traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a torch-dispatch mode (fake tensors, FX) or a tensor subclass of that kind watches the call."""
+    )
+    transformed = torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
     plain = Tensor.__torch_dispatch__
-    return (
+    traced = (
         torch._C._len_torch_dispatch_stack() > 0
         or type(q).__torch_dispatch__ is not plain
         or type(k).__torch_dispatch__ is not plain
         or type(v).__torch_dispatch__ is not plain
     )
+    return differentiable, transformed, traced

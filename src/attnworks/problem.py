@@ -33,8 +33,10 @@ class Problem:
     ``form``: "dense" (batch of equal lengths), "varlen" (packed sequences; ``seq_q``/``seq_kv`` are the maxima,
     ``total_q``/``total_kv`` the packed lengths) or "decode" (a cache of capacity ``seq_kv`` with its own length for
     each sequence; ``page_size`` > 0 if it is paged). Strides are in elements, (batch, head, row), whatever the layout.
-    ``differentiable``: an input requires grad, or forward-mode AD or a functorch transform is active. ``traced``: a
-    tracer or a tensor subclass must see torch operations (fake tensors have no memory at all).
+    ``differentiable``: q, k, v or a score operand requires grad, so autograd wants the first derivative.
+    ``transformed``: forward-mode AD or a functorch transform (vmap, grad, ...) is active, which only torch operations
+    are sure to follow. ``traced``: a tracer or a tensor subclass must see torch operations (fake tensors have no memory
+    at all).
     """
 
     form: Form
@@ -60,6 +62,7 @@ class Problem:
     page_size: int = 0
     return_lse: bool = False
     differentiable: bool = False
+    transformed: bool = False
     traced: bool = False
     deterministic: bool = False
     batch_invariant: bool = False

@@ -53,6 +53,11 @@ def check_plan(problem: Problem, plan: Plan) -> None:
             raise ValueError(f"plan {name}: was {size}, must be 0 for schedule {plan.schedule!r}, which has no tiles")
         if plan.schedule in TILED and not size:
             raise ValueError(f"plan {name}: was 0, must be >= 1 for schedule {plan.schedule!r}")
+    if plan.schedule in TILED and problem.transformed:
+        raise ValueError(
+            f"plan schedule: was {plan.schedule!r}, must be one of {WRITTEN_OUT} under forward-mode AD or a functorch "
+            "transform: the tiled backward is a first derivative in reverse mode"
+        )
     if plan.schedule in TILED and problem.differentiable and any(t.kind == "function" for t in problem.scores):
         raise ValueError(
             f"plan schedule: was {plan.schedule!r}, must be one of {WRITTEN_OUT} for a score function in a "
@@ -66,6 +71,10 @@ def resources(problem: Problem, plan: Plan) -> dict[str, int]:
     from attnworks.backends.reference import tiled
 
     return {"tiles": tiled.tile_bytes(problem, plan.tile_q, plan.tile_kv)}
+
+
+def prepare_backward(problem: Problem, plan: Plan) -> None:
+    """Every schedule is made of torch operations that autograd differentiates."""
 
 
 def prepare(problem: Problem, plan: Plan) -> Launcher:
