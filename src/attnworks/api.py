@@ -17,8 +17,8 @@ from attnworks import cache, dispatch, masks, prepared, problem, scores
 from attnworks.dispatch import Explanation
 from attnworks.masks import Causal, MaskSpec, UserMask, Window
 from attnworks.plan import Plan
-from attnworks.prepared import last_contiguous, watched
-from attnworks.problem import Layout, Operands, Problem, Sizes, packed_strides, strides_of
+from attnworks.prepared import watched
+from attnworks.problem import Layout, Operands, Problem, Sizes, last_contiguous, packed_strides, strides_of
 from attnworks.scores import ScoreSpec, UserScore
 
 Result = Tensor | tuple[Tensor, Tensor]
