@@ -103,6 +103,7 @@ FEATURES: dict[str, dict[str, dict[str, Any]]] = {
     "result": {
         "LSE": {"return_lse": True},
         "gradients": {"differentiable": True},
+        "forward-mode AD, vmap": {"transformed": True},
         "deterministic": {"deterministic": True},
         "batch_invariant": {"batch_invariant": True},
     },

@@ -21,7 +21,7 @@ def test_the_last_backend_can_do_all_of_the_contract():
     assert dispatch.NAMES == ("cpu", "reference")
 
 
-def test_every_backend_has_the_five_names_and_agrees_with_itself():
+def test_every_backend_has_the_six_names_and_agrees_with_itself():
     problem = problem_of(*qkv())
     for backend in dispatch.BACKENDS:
         if not backend.verdict(problem, detect("cpu")).supported:

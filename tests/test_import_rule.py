@@ -18,8 +18,9 @@ LAYERS: list[tuple[str, ...]] = [
     ("traffic", "plan"),
     ("backends",),
     ("dispatch",),
-    ("ops",),
+    ("autograd",),
     ("prepared",),
+    ("ops",),
     ("api",),
     ("workbench", "integrations", "testing"),
 ]

@@ -17,8 +17,8 @@ from attnworks import cache, dispatch, masks, prepared, problem, scores
 from attnworks.dispatch import Explanation
 from attnworks.masks import Causal, MaskSpec, UserMask, Window
 from attnworks.plan import Plan
-from attnworks.prepared import differentiable, last_contiguous, traced
-from attnworks.problem import Layout, Operands, Problem, Sizes, packed_strides, strides_of
+from attnworks.prepared import watched
+from attnworks.problem import Layout, Operands, Problem, Sizes, last_contiguous, packed_strides, strides_of
 from attnworks.scores import ScoreSpec, UserScore
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -74,11 +74,11 @@ def attention(
         raise
     mask_spec, mask_operands = (mask, ()) if isinstance(mask, _PLAIN_MASKS) else masks.split(mask)
     score_spec, score_operands = ((), ()) if scores == () else _split_scores(scores)
-    watched = differentiable(q, k, v, score_operands), traced(q, k, v)
+    watchers = watched(q, k, v, score_operands)
     # fmt: off
     key = (
         q.shape, k.shape, v.shape, q_strides, k_strides, v_strides,
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, watched,
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, watchers,
         mask_spec, score_spec, scale, layout, return_lse, deterministic, batch_invariant, backend, plan,
         type(scale), type(return_lse), type(deterministic), type(batch_invariant),  # 1 == True, but is no bool
     )
@@ -87,7 +87,7 @@ def attention(
     if launch is None:
         problem.check_flags(validate=validate, return_lse=return_lse)
         described = _dense_problem(
-            q, k, v, mask, scores, scale, layout, return_lse, deterministic, batch_invariant, watched[0]
+            q, k, v, mask, scores, scale, layout, return_lse, deterministic, batch_invariant, watchers
         )
         launch = prepared.prepare(key, described, backend, plan)
     out, lse = launch(Operands(q, k, v, mask_operands, score_operands))
@@ -134,11 +134,11 @@ def attention_varlen(
     seq_kv = cache.check_max_seqlen("max_seqlen_kv", max_seqlen_kv, offsets_kv, longest_kv)
     mask_spec, mask_operands = masks.split(mask)
     score_spec, score_operands = _split_scores(scores)
-    watched, tracer = differentiable(q, k, v, score_operands), traced(q, k, v)
+    watchers = watched(q, k, v, score_operands)
     # fmt: off
     key = (
         prepared.signature(q, k, v), offsets_q.shape, offsets_kv.shape, offsets_q.device, offsets_kv.device,
-        seq_q, seq_kv, watched, tracer, mask_spec, score_spec,
+        seq_q, seq_kv, watchers, mask_spec, score_spec,
         scale, return_lse, deterministic, batch_invariant, backend, plan,
         type(scale), type(return_lse), type(deterministic), type(batch_invariant),
     )
@@ -165,8 +165,9 @@ def attention_varlen(
             total_q=q.shape[0],
             total_kv=k.shape[0],
             return_lse=return_lse,
-            differentiable=watched,
-            traced=tracer,
+            differentiable=watchers[0],
+            transformed=watchers[1],
+            traced=watchers[2],
             deterministic=deterministic,
             batch_invariant=batch_invariant,
         )
@@ -215,11 +216,11 @@ def attention_decode(
     cache.check_are_caches(k_cache, v_cache)
     mask_spec, mask_operands = masks.split(mask)
     score_spec, score_operands = _split_scores(scores)
-    watched, tracer = differentiable(q, k_cache, v_cache, score_operands), traced(q, k_cache, v_cache)
+    watchers = watched(q, k_cache, v_cache, score_operands)
     # fmt: off
     key = (
         prepared.signature(q, k_cache, v_cache, kv_lens, page_table, k_new, v_new, k_scale, v_scale),
-        torch.is_grad_enabled(), watched, tracer, mask_spec, score_spec,
+        torch.is_grad_enabled(), watchers, mask_spec, score_spec,
         scale, return_lse, batch_invariant, backend, plan,
         type(scale), type(return_lse), type(batch_invariant),
     )
@@ -248,8 +249,9 @@ def attention_decode(
             kv_dtype=kv_dtype,
             page_size=page_size,
             return_lse=return_lse,
-            differentiable=watched,
-            traced=tracer,
+            differentiable=watchers[0],
+            transformed=watchers[1],
+            traced=watchers[2],
             batch_invariant=batch_invariant,
         )
         launch = prepared.prepare(key, described, backend, plan)
@@ -307,9 +309,9 @@ def explain(
     """
     problem.check_flags(validate=validate)
     q, k, v = last_contiguous(q, "q"), last_contiguous(k, "k"), last_contiguous(v, "v")
-    watched = differentiable(q, k, v, _split_scores(scores)[1])
+    watchers = watched(q, k, v, _split_scores(scores)[1])
     described = _dense_problem(
-        q, k, v, mask, scores, scale, layout, return_lse, deterministic, batch_invariant, watched
+        q, k, v, mask, scores, scale, layout, return_lse, deterministic, batch_invariant, watchers
     )
     return dispatch.explain(described, backend, plan)
 
@@ -328,7 +330,7 @@ def _dense_problem(
     return_lse: bool,
     deterministic: bool,
     batch_invariant: bool,
-    watched: bool,
+    watchers: tuple[bool, bool, bool],
 ) -> Problem:
     problem.check_tensors(q=q, k=k, v=v)
     problem.check_flags(return_lse=return_lse, deterministic=deterministic, batch_invariant=batch_invariant)
@@ -347,8 +349,9 @@ def _dense_problem(
         scores=score_spec,
         layout=layout,
         return_lse=return_lse,
-        differentiable=watched,
-        traced=traced(q, k, v),
+        differentiable=watchers[0],
+        transformed=watchers[1],
+        traced=watchers[2],
         deterministic=deterministic,
         batch_invariant=batch_invariant,
     )

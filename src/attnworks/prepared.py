@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 
 import torch
 from torch import Tensor
 
 from attnworks import dispatch, masks
-from attnworks.backends import Launcher
+from attnworks.autograd import Joined
+from attnworks.backends import Backend, Launcher
 from attnworks.plan import Plan
 from attnworks.problem import Problem
 
@@ -31,13 +33,22 @@ def prepare(key: Hashable, problem: Problem, backend: str, plan: Plan | None) ->
     chosen, best, verdicts = dispatch.choose(problem, backend, plan)
     if backend == "auto" and plan is None:
         dispatch.warn_if_quadratic(problem, chosen, verdicts)
-    launch = chosen.prepare(problem, best)
+    launch = joined(problem, chosen, best) if problem.differentiable else chosen.prepare(problem, best)
     # A function that is called would be kept alive, with all it captured, for a key that a fresh one never meets again.
     if not _holds_functions(problem):
         if len(CALLS) >= LIMIT:
             CALLS.clear()
         CALLS[key] = launch
     return launch
+
+
+def joined(problem: Problem, backend: Backend, plan: Plan) -> Launcher:
+    """The launcher of a differentiable problem, joined to the backend's own backward where it has one."""
+    backward = None if problem.transformed else backend.prepare_backward(problem, plan)
+    if backward is None:
+        return backend.prepare(problem, plan)
+    forward = backend.prepare(dataclasses.replace(problem, return_lse=True), plan)
+    return Joined(problem, backend, plan, forward, backward)
 
 
 def _holds_functions(problem: Problem) -> bool:
@@ -59,30 +70,17 @@ def signature(*tensors: Tensor | None) -> tuple[Hashable, ...] | None:
         return None
 
 
-def last_contiguous(tensor: Tensor, name: str = "") -> Tensor:
-    """The tensor itself where its last dimension is contiguous, else a copy; a readable error for what is no tensor."""
-    if name and not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: was {type(tensor).__name__}, must be a torch.Tensor")
-    if tensor.layout != torch.strided or tensor.dim() == 0 or tensor.stride(-1) == 1:
-        return tensor
-    return tensor.contiguous() if tensor.shape[-1] != 1 else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def differentiable(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...]) -> bool:
-    """Whether autograd, forward-mode AD or a functorch transform watches the call."""
-    if torch.is_grad_enabled() and (
+def watched(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...]) -> tuple[bool, bool, bool]:
+    """Problem's ``differentiable``, ``transformed`` and ``traced``: who watches a call besides its caller."""
+    differentiable = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or any(operand.requires_grad for operand in operands)
-    ):
-        return True
-    return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
-
-
-def traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a torch-dispatch mode (fake tensors, FX) or a tensor subclass of that kind watches the call."""
+    )
+    transformed = torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
     plain = Tensor.__torch_dispatch__
-    return (
+    traced = (
         torch._C._len_torch_dispatch_stack() > 0
         or type(q).__torch_dispatch__ is not plain
         or type(k).__torch_dispatch__ is not plain
         or type(v).__torch_dispatch__ is not plain
     )
+    return differentiable, transformed, traced

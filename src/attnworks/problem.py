@@ -7,7 +7,8 @@ Problem only when no prepared call is found for it (``api.py``); the workbench s
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -33,8 +34,10 @@ class Problem:
     ``form``: "dense" (batch of equal lengths), "varlen" (packed sequences; ``seq_q``/``seq_kv`` are the maxima,
     ``total_q``/``total_kv`` the packed lengths) or "decode" (a cache of capacity ``seq_kv`` with its own length for
     each sequence; ``page_size`` > 0 if it is paged). Strides are in elements, (batch, head, row), whatever the layout.
-    ``differentiable``: an input requires grad, or forward-mode AD or a functorch transform is active. ``traced``: a
-    tracer or a tensor subclass must see torch operations (fake tensors have no memory at all).
+    ``differentiable``: q, k, v or a score operand requires grad, so autograd wants the first derivative.
+    ``transformed``: forward-mode AD or a functorch transform (vmap, grad, ...) is active, which only torch operations
+    are sure to follow. ``traced``: a tracer or a tensor subclass must see torch operations (fake tensors have no memory
+    at all).
     """
 
     form: Form
@@ -60,6 +63,7 @@ class Problem:
     page_size: int = 0
     return_lse: bool = False
     differentiable: bool = False
+    transformed: bool = False
     traced: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
@@ -130,6 +134,18 @@ class Operands:
     page_table: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them in a row: q, k, v, the scores', the masks', the rest; what autograd wants to be given."""
+        rest = (self.cu_seqlens_q, self.cu_seqlens_kv, self.kv_lens, self.page_table, self.k_scale, self.v_scale)
+        return (self.q, self.k, self.v, *self.scores, *self.mask, *rest)
+
+    @classmethod
+    def of(cls, counts: tuple[int, int], tensors: Sequence[Any]) -> Operands:
+        """From what ``tensors`` gave, with the numbers of the scores' and of the masks' operands."""
+        q, k, v, *others = tensors
+        masks, rest = counts[0], sum(counts)
+        return cls(q, k, v, tuple(others[masks:rest]), tuple(others[:masks]), *others[rest:])
 
 
 class Sizes(NamedTuple):
@@ -291,3 +307,36 @@ def strides_of(tensor: Tensor, layout: str) -> Strides:
 def packed_strides(tensor: Tensor) -> Strides:
     """(batch, head, row) strides of a packed (total, heads, dim) tensor; its batch stride means nothing and is 0."""
     return (0, tensor.stride(1), tensor.stride(0))
+
+
+def last_contiguous(tensor: Tensor, name: str = "") -> Tensor:
+    """The tensor itself where its last dimension is contiguous, else a copy; a readable error for what is no tensor."""
+    if name and not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: was {type(tensor).__name__}, must be a torch.Tensor")
+    if tensor.layout != torch.strided or tensor.dim() == 0 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous() if tensor.shape[-1] != 1 else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def restrided(problem: Problem, o: Operands) -> Problem:
+    """The problem with the strides that the operands have now; itself where they are as it says."""
+    packed = problem.form == "varlen"
+    q, k, v = (packed_strides(x) if packed else strides_of(x, problem.layout) for x in (o.q, o.k, o.v))
+    mask = tuple(_restrided_term(term, o.mask) for term in problem.mask)
+    scores = tuple(_restrided_term(term, o.scores) for term in problem.scores)
+    if (q, k, v, mask, scores) == (
+        problem.q_strides,
+        problem.k_strides,
+        problem.v_strides,
+        problem.mask,
+        problem.scores,
+    ):
+        return problem
+    return replace(problem, q_strides=q, k_strides=k, v_strides=v, mask=mask, scores=scores)
+
+
+def _restrided_term(term: Any, operands: tuple[Tensor, ...]) -> Any:
+    operand = getattr(term, "operand", None)
+    if operand is None or operand.strides == operands[operand.index].stride():
+        return term
+    return replace(term, operand=replace(operand, strides=operands[operand.index].stride()))

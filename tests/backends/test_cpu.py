@@ -55,6 +55,7 @@ def test_it_runs_the_plain_problems(form, dtype):
         ({"dtype": torch.float64}, "dtype torch.float64"),
         ({"kv_dtype": torch.int8}, "caches of torch.int8"),
         ({"differentiable": True}, "an input requires grad, and it has no backward yet"),
+        ({"transformed": True}, "forward-mode AD or a functorch transform must see torch operations"),
         ({"head_dim": 577}, "head_dim 577 (at most 576)"),
         ({"head_dim_v": 513}, "head_dim_v 513 (at most 512)"),
     ],

@@ -119,9 +119,9 @@ def test_what_the_tiled_backward_cannot_do_is_an_error(plan: Plan) -> None:
     (gradient,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
     with pytest.raises(NotImplementedError, match="no derivative of its own"):
         (out.sum() + gradient.square().sum()).backward()
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"jvp|setup_context"):
+    with pytest.raises(ValueError, match=r"plan schedule: was '.*'eager', 'standard'.* forward-mode AD"):
         torch.func.jvp(lambda x: run(x, k, v, plan=plan)[0], (q,), (q,))
-    with pytest.raises(RuntimeError, match="setup_context"):
+    with pytest.raises(ValueError, match=r"plan schedule: was '.*'eager', 'standard'.* functorch transform"):
         torch.func.vmap(lambda x: run(x, k, v, plan=plan)[0])(torch.stack([q, q]))
     with pytest.raises(ValueError, match=r"plan schedule: was '.*'eager', 'standard'"):
         run(leaf, k, v, scores=(lambda s, b, h, q, k: s + 1,), plan=plan)

@@ -1,12 +1,12 @@
 """Backends: each one runs Plans. They never import each other.
 
-A backend is a module with the five names of ``Backend``.
+A backend is a module with the six names of ``Backend``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,29 @@ from attnworks.problem import Operands, Problem
 
 Launcher = Callable[[Operands], tuple[Tensor, Tensor | None]]
 """Runs a prepared call: (out, lse), lse None unless the Problem asks for it."""
+
+
+class Gradients(NamedTuple):
+    """Of q, k, v and the score operands, each in its input's shape and dtype (a broadcast operand's is summed over what
+    it was broadcast to), with the strides that ``torch.empty_like`` of the input has; None for those not asked for."""
+
+    q: Tensor | None
+    k: Tensor | None
+    v: Tensor | None
+    scores: tuple[Tensor | None, ...]
+
+
+Needs = tuple[bool, ...]
+"""For q, k, v and each score operand: whether its gradient is asked for."""
+
+BackwardLauncher = Callable[[Operands, Tensor, Tensor, Tensor, Tensor | None, Needs], Gradients]
+"""Runs a prepared backward: (operands, out, lse, d_out, d_lse, needs) → ``Gradients``.
+
+``operands``, ``out`` and ``lse`` are those of the forward; out and lse are contiguous. ``d_out`` has out's shape and
+dtype, its last dimension contiguous, any other strides; ``d_lse`` has lse's shape and dtype, contiguous, None if no
+gradient comes through the LSE. At least one of ``needs`` is True. Memory outside the problem is written as 0 in the
+gradients, as in ``out``.
+"""
 
 
 class Backend(Protocol):
@@ -37,4 +60,10 @@ class Backend(Protocol):
         """Bytes of fast memory a task of the plan takes, from the declaration the kernel allocates by."""
 
     def prepare(self, problem: Problem, plan: Plan) -> Launcher:
-        """Everything that can be done before the tensors are known."""
+        """Everything that can be done before the tensors are known. For a differentiable problem with a backward of
+        the backend's own it is asked with ``return_lse``, as that backward needs the LSE."""
+
+    def prepare_backward(self, problem: Problem, plan: Plan) -> BackwardLauncher | None:
+        """The backward of a differentiable problem; never asked for one that is transformed. None where the launcher
+        is made of torch operations, which autograd differentiates by itself, to any order. A backend that has no
+        backward refuses differentiable problems in its verdict."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -64,6 +64,8 @@ def verdict(problem: Problem, hardware: Hardware) -> Verdict:
         reasons.append(f"caches of {problem.kv_dtype}")
     if problem.differentiable:
         reasons.append("an input requires grad, and it has no backward yet")
+    if problem.transformed:
+        reasons.append("forward-mode AD or a functorch transform must see torch operations")
     if problem.traced:
         reasons.append("a tracer or a tensor subclass must see torch operations")
     if masks.closed_bounds(problem.mask) is None:
@@ -150,6 +152,10 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
     if problem.form == "decode":
         return _decode_launcher(problem, kernel)
     return _split_launcher(problem, kernel) if plan.schedule == "split_kv" else _dense_launcher(problem, kernel)
+
+
+def prepare_backward(problem: Problem, plan: Plan) -> NoReturn:
+    raise AssertionError("there is none: verdict() refuses differentiable problems")
 
 
 def _kernel(problem: Problem, plan: Plan) -> Any:

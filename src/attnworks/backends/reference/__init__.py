@@ -13,13 +13,14 @@ The schedules are imported once one is run: most programs never do, and all of t
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from attnworks.backends import Launcher
+from attnworks.backends import BackwardLauncher, Gradients, Launcher, Needs
 from attnworks.errors import Verdict
 from attnworks.hardware import Hardware
 from attnworks.plan import Plan
@@ -53,6 +54,11 @@ def check_plan(problem: Problem, plan: Plan) -> None:
             raise ValueError(f"plan {name}: was {size}, must be 0 for schedule {plan.schedule!r}, which has no tiles")
         if plan.schedule in TILED and not size:
             raise ValueError(f"plan {name}: was 0, must be >= 1 for schedule {plan.schedule!r}")
+    if plan.schedule in TILED and problem.transformed:
+        raise ValueError(
+            f"plan schedule: was {plan.schedule!r}, must be one of {WRITTEN_OUT} under forward-mode AD or a functorch "
+            "transform: the tiled backward is a first derivative in reverse mode"
+        )
     if plan.schedule in TILED and problem.differentiable and any(t.kind == "function" for t in problem.scores):
         raise ValueError(
             f"plan schedule: was {plan.schedule!r}, must be one of {WRITTEN_OUT} for a score function in a "
@@ -63,22 +69,19 @@ def check_plan(problem: Problem, plan: Plan) -> None:
 def resources(problem: Problem, plan: Plan) -> dict[str, int]:
     if plan.schedule in WRITTEN_OUT:
         return {}
-    from attnworks.backends.reference import tiled
+    from attnworks.backends.reference.tiles import tile_bytes
 
-    return {"tiles": tiled.tile_bytes(problem, plan.tile_q, plan.tile_kv)}
+    return {"tiles": tile_bytes(problem, plan.tile_q, plan.tile_kv)}
 
 
 def prepare(problem: Problem, plan: Plan) -> Launcher:
-    from attnworks.backends.reference import eager, forms, standard, tiled
+    from attnworks.backends.reference import eager, forms, online, standard
 
     if plan.schedule in WRITTEN_OUT:
         core: forms.Core = eager.attention if plan.schedule == "eager" else standard.attention
     else:
-        core = partial(tiled.attention, schedule=plan.schedule, tile_q=plan.tile_q, tile_kv=plan.tile_kv)
-    form = forms.FORMS[problem.form]
-    device = torch.device(problem.device).type
-    # Autocast would turn the oracle's fp32 products into 16-bit ones; a device such as "meta" has none.
-    plain = partial(torch.autocast, device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext
+        core = partial(online.LOOPS[plan.schedule], tile_q=plan.tile_q, tile_kv=plan.tile_kv)
+    form, plain = forms.FORMS[problem.form], _without_autocast(problem)
 
     def launch(operands: Operands) -> tuple[Tensor, Tensor | None]:
         with plain():
@@ -86,3 +89,24 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
         return out, lse if problem.return_lse else None
 
     return launch
+
+
+def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher | None:
+    """The tiled schedules' own; the others are differentiated by autograd."""
+    if plan.schedule in WRITTEN_OUT:
+        return None
+    from attnworks.backends.reference.gradients import gradients
+
+    plain = _without_autocast(problem)
+
+    def launch(o: Operands, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs) -> Gradients:
+        with plain():
+            return gradients(problem, o, out, lse, d_out, d_lse, needs, tile_q=plan.tile_q, tile_kv=plan.tile_kv)
+
+    return launch
+
+
+def _without_autocast(problem: Problem) -> Callable[[], AbstractContextManager[object]]:
+    """Autocast would turn the oracle's fp32 products into 16-bit ones; a device such as "meta" has none."""
+    device = torch.device(problem.device).type
+    return partial(torch.autocast, device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext

@@ -34,8 +34,8 @@ from attnworks.backends.reference.tiles import (
 from attnworks.problem import Operands, Problem
 
 
-class Gradients(NamedTuple):
-    """Of q, k, v and the score operands (None for those that get none), in the shapes and dtypes of their inputs."""
+class TiledGradients(NamedTuple):
+    """Of q, k, v and the score operands, in the shapes of their inputs and the dtype of the sums."""
 
     q: Tensor
     k: Tensor
@@ -100,7 +100,7 @@ def backward(
     *,
     tile_q: int,
     tile_kv: int,
-) -> Gradients:
+) -> TiledGradients:
     """Gradients from those of out (batch, heads_q, seq_q, head_dim_v) and lse (batch, heads_q, seq_q).
 
     ``out`` and ``lse`` are what a loop of ``online`` gave for the same problem on ``o``'s q, k and v, in "bhsd". K and
@@ -138,9 +138,4 @@ def backward(
     for term in problem.scores:
         if sink is not None and term.kind == "sink" and term.operand is not None:
             d_operands[term.operand.index].copy_(dsink(sink, lse, row_delta, d_lse))
-    return Gradients(
-        d_q.to(q.dtype),
-        d_k.to(k.dtype),
-        d_v.to(v.dtype),
-        tuple(d.to(x.dtype) for d, x in zip(d_operands, o.scores, strict=True)),
-    )
+    return TiledGradients(d_q, d_k, d_v, d_operands)

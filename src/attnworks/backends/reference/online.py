@@ -163,3 +163,6 @@ def kv_outer(
         out[:, :, rows.start : rows.stop] = out_tile
         lse[:, :, rows.start : rows.stop] = log_sum_exp(running_max, running_sum)
     return out, lse
+
+
+LOOPS = {"kv_outer": kv_outer, "q_outer": q_outer}

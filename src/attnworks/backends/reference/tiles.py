@@ -74,3 +74,11 @@ def finish_scores(problem: Problem, o: Operands, raw: Tensor, at: Positions, key
     if problem.mask:
         scores = torch.where(visible(problem.mask, o.mask, at), scores, -torch.inf)
     return mask_tail(scores, keys)
+
+
+def tile_bytes(problem: Problem, tile_q: int, tile_kv: int) -> int:
+    """Bytes of what a step of the forward holds at once: tiles of Q, K, V and of the scores, and the state."""
+    compute = torch.promote_types(problem.dtype, torch.float32).itemsize
+    inputs = (tile_q + tile_kv) * problem.head_dim + tile_kv * problem.head_dim_v
+    state = tile_q * (problem.head_dim_v + 2)
+    return compute * (inputs + tile_q * tile_kv + state)
