@@ -20,7 +20,8 @@ class Plan:
     ``schedule`` names the loop structure; each backend lists its own ("tiled" and "split_kv" on the CPU; "eager",
     "standard", "kv_outer" and "q_outer" on the reference). ``tile_q``, ``tile_kv``: rows and keys of a tile.
     ``split_kv``: keys of one partial result of a split-KV schedule. ``isa``: instruction set of the CPU backend.
-    0 and "" mean that the schedule has no such choice.
+    ``warps``, ``stages``: warps of a program and depth of its software pipeline on a GPU. 0 and "" mean that the
+    schedule has no such choice.
     """
 
     backend: str
@@ -29,9 +30,11 @@ class Plan:
     tile_kv: int = 0
     split_kv: int = 0
     isa: str = ""
+    warps: int = 0
+    stages: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tile_q", "tile_kv", "split_kv"):
+        for name in ("tile_q", "tile_kv", "split_kv", "warps", "stages"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
                 raise ValueError(f"Plan {name}: was {value!r}, must be an int in 0..2**31 - 1")

@@ -38,7 +38,7 @@ class Ranges:
 
     def _range(self, expression: Expression, node: Node, args: list[Range]) -> Range:
         if node.op == "input":
-            return 0, INDEX_LIMIT - 1
+            return (1 - INDEX_LIMIT if node.literal == "shift" else 0), INDEX_LIMIT - 1
         if node.op == "const":
             return int(node.value), int(node.value)
         if node.op == "load":

@@ -46,13 +46,25 @@ def _words(nodes: Sequence[Node], place: int, depth: int) -> str:
 def to_source(expression: Expression, target: Target, name: str = "") -> str:
     """A function that computes the expression, named ``name`` ("mask" or "score" by default).
 
-    "triton": ``def mask(b, h, q, k, operands)`` or ``score(s, b, h, q, k, operands)``, to be decorated with
-    ``triton.jit``; indices are int32 tensors (not constexpr) that broadcast against each other, ``operands`` is a tuple
-    of pointers. The result has the shape of what it depends on, int1 for a mask.
+    "triton": ``def mask(b, h, q, k, shift, operands)`` or ``score(s, b, h, q, k, shift, operands)``, to be decorated
+    with ``triton.jit``; indices are int32 tensors (not constexpr) that broadcast against each other, ``operands`` is a
+    tuple: one pointer for each operand, then their ``operand_facts``. The result has the shape of what it depends on,
+    int1 for a mask.
     "cuda": a ``__device__`` function of ints, for a score first the float s, then one pointer for each operand.
+    ``shift``: seq_kv - seq_q, which places query 0 among the keys (users' functions don't know it, ALiBi does).
     """
     name = name or ("mask" if expression.kind == "bool" else "score")
     return {"triton": _Triton, "cuda": _Cuda}[target](expression).function(name)
+
+
+def operand_facts(expression: Expression) -> tuple[int, ...]:
+    """Size and stride of each dimension of each operand, in a row."""
+    return tuple(
+        number
+        for spec in expression.operands
+        for dimension in zip(spec.shape, spec.strides, strict=True)
+        for number in dimension
+    )
 
 
 class _Printer:
@@ -101,17 +113,28 @@ class _Printer:
         """Where an element lies, every index clamped to its dimension; "" for the first."""
         extent = sum((size - 1) * stride for size, stride in zip(spec.shape, spec.strides, strict=True))
         terms = []
-        for arg, size, stride in zip(node.args, spec.shape, spec.strides, strict=True):
+        for dim, (arg, size, stride) in enumerate(zip(node.args, spec.shape, spec.strides, strict=True)):
             if size == 1 or stride == 0:
                 continue
             index = self.texts[arg]
             if self.nodes[arg].op != "const":
                 known = self.ranges.nonnegative(arg)
-                index = self.clamped(index, size) if known else f"index_in({index}, {size})"
+                index = (
+                    self.clamped(index, self.last(spec, dim)) if known else f"index_in({index}, {self.size(spec, dim)})"
+                )
                 if extent >= 2**31 and not self.ranges.wide[arg]:
                     index = self.cast(index, "int", True)
-            terms.append(index if stride == 1 else f"{index} * {stride}")
+            terms.append(index if stride == 1 else f"{index} * {self.stride(spec, dim)}")
         return " + ".join(terms)
+
+    def size(self, spec: OperandSpec, dim: int) -> str:
+        return str(spec.shape[dim])
+
+    def last(self, spec: OperandSpec, dim: int) -> str:
+        return str(spec.shape[dim] - 1)
+
+    def stride(self, spec: OperandSpec, dim: int) -> str:
+        return str(spec.strides[dim])
 
     def const(self, node: Node) -> str:
         raise NotImplementedError
@@ -122,7 +145,7 @@ class _Printer:
     def cast(self, text: str, kind: str, wide: bool) -> str:
         raise NotImplementedError
 
-    def clamped(self, index: str, size: int) -> str:
+    def clamped(self, index: str, last: str) -> str:
         raise NotImplementedError
 
     def operation(self, node: Node, args: list[str]) -> str:
@@ -148,8 +171,24 @@ class _Triton(_Printer):
     def cast(self, text: str, kind: str, wide: bool) -> str:
         return f"{text}.to(tl.{'float32' if kind == 'float' else 'int64' if wide else 'int32'})"
 
-    def clamped(self, index: str, size: int) -> str:
-        return f"tl.minimum({_bare(index)}, {size - 1})"
+    def clamped(self, index: str, last: str) -> str:
+        return f"tl.minimum({_bare(index)}, {last})"
+
+    # Sizes and strides come with the call, so that other lengths run the same compiled kernel.
+
+    def size(self, spec: OperandSpec, dim: int) -> str:
+        return f"operands[{self._facts(spec) + 2 * dim}]"
+
+    def last(self, spec: OperandSpec, dim: int) -> str:
+        return f"{self.size(spec, dim)} - 1"
+
+    def stride(self, spec: OperandSpec, dim: int) -> str:
+        return f"operands[{self._facts(spec) + 2 * dim + 1}]"
+
+    def _facts(self, spec: OperandSpec) -> int:
+        """Where ``operand_facts`` of this operand begin."""
+        specs = self.expression.operands
+        return len(specs) + 2 * sum(len(before.shape) for before in specs[: spec.index])
 
     def operation(self, node: Node, args: list[str]) -> str:
         if node.op in INFIX:
@@ -165,7 +204,7 @@ class _Triton(_Printer):
         return f"return {text}"
 
     def function(self, name: str) -> str:
-        inputs = "b, h, q, k" if self.expression.kind == "bool" else "s, b, h, q, k"
+        inputs = "b, h, q, k, shift" if self.expression.kind == "bool" else "s, b, h, q, k, shift"
         return "\n    ".join([f"def {name}({inputs}, operands):", *self.body()]) + "\n"
 
 
@@ -189,8 +228,8 @@ class _Cuda(_Printer):
     def cast(self, text: str, kind: str, wide: bool) -> str:
         return f"static_cast<{'float' if kind == 'float' else 'long long' if wide else 'int'}>({_bare(text)})"
 
-    def clamped(self, index: str, size: int) -> str:
-        return f"minimum({_bare(index)}, {size - 1})"
+    def clamped(self, index: str, last: str) -> str:
+        return f"minimum({_bare(index)}, {last})"
 
     def operation(self, node: Node, args: list[str]) -> str:
         if node.op == "div" and all(self.nodes[arg].kind != "float" for arg in node.args):
@@ -210,7 +249,7 @@ class _Cuda(_Printer):
     def function(self, name: str) -> str:
         kind = self.expression.kind
         inputs = [] if kind == "bool" else ["float s"]
-        inputs += [f"int {index}" for index in ("b", "h", "q", "k")]
+        inputs += [f"int {index}" for index in ("b", "h", "q", "k", "shift")]
         inputs += [f"const {_C_TYPES[spec.dtype]}* operand{spec.index}" for spec in self.expression.operands]
         head = f"__device__ __forceinline__ {kind} {name}({', '.join(inputs)}) {{"
         return "\n    ".join([head, *self.body()]) + "\n}\n"

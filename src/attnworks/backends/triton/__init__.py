@@ -12,16 +12,19 @@ from importlib.util import find_spec
 
 import torch
 
-from attnworks import masks
-from attnworks.backends import Launcher
+from attnworks.backends import BackwardLauncher, Launcher
+from attnworks.backends.triton import plans
 from attnworks.errors import Verdict
 from attnworks.hardware import Hardware
+from attnworks.masks import Predicate
 from attnworks.plan import Plan
-from attnworks.problem import QUANTISED_DTYPES, Problem
+from attnworks.problem import Problem
+from attnworks.scores import ScoreTerm
 
-NAME = "triton"
+NAME = plans.NAME
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
+MAX_HEAD_DIM_BACKWARD = 256
 
 
 @cache
@@ -37,19 +40,70 @@ def verdict(problem: Problem, hardware: Hardware) -> Verdict:
     reasons = []
     if _missing():
         reasons.append(_missing())
-    on_gpu = problem.device.startswith("cuda")
-    if not on_gpu and not (_interpreted() and problem.device.startswith("cpu")):
-        reasons.append(f"tensors are on {problem.device}, it runs on GPUs (on a CPU only in Triton's interpreter)")
+    reasons += _device_reasons(problem, hardware)
     if problem.dtype not in DTYPES:
         reasons.append(f"dtype {problem.dtype} (has float32, bfloat16, float16)")
-    if problem.differentiable:
-        reasons.append("an input requires grad, and it has no backward yet")
+    if problem.transformed:
+        reasons.append("forward-mode AD or a functorch transform must see torch operations")
     if problem.traced:
         reasons.append("a tracer or a tensor subclass must see torch operations")
-    if not all(isinstance(term, masks.Bounds) for term in problem.mask):
-        reasons.append(f"mask {masks.describe(problem.mask)} (has causal and window)")
-    reasons += [f"score modifier {kind}" for kind in sorted({t.kind for t in problem.scores} - {"sink"})]
+    if problem.differentiable and problem.form == "decode":
+        reasons.append("an input requires grad, and it has no backward through caches")
+    predicates = [term for term in problem.mask if isinstance(term, Predicate)]
+    reasons += [f"mask {term.name}: {term.why_not}" for term in predicates if term.function is not None]
+    reasons += [f"score modifier {t.name}: {t.why_not}" for t in problem.scores if t.function is not None]
+    if problem.differentiable:
+        reasons += [
+            f"score modifier {term.kind} requires grad" for term in problem.scores if _wants_unknown_gradient(term)
+        ]
+    limit = MAX_HEAD_DIM_BACKWARD if problem.differentiable else MAX_HEAD_DIM
     for name in ("head_dim", "head_dim_v"):
-        if getattr(problem, name) > MAX_HEAD_DIM:
-            reasons.append(f"{name} {getattr(problem, name)} (at most {MAX_HEAD_DIM})")
+        if getattr(problem, name) > limit:
+            reasons.append(f"{name} {getattr(problem, name)} (at most {limit})")
     return Verdict(NAME, tuple(reasons))
+
+
+def _device_reasons(problem: Problem, hardware: Hardware) -> list[str]:
+    if problem.device.startswith("cpu") and _interpreted():
+        return []
+    if not problem.device.startswith("cuda"):
+        return [f"tensors are on {problem.device}, it runs on GPUs (on a CPU only in Triton's interpreter)"]
+    reasons = []
+    capability = tuple(int(part) for part in (hardware.capability or "0.0").split("."))
+    if torch.version.hip is None and capability < (8, 0):
+        reasons.append(f"compute capability {hardware.capability} (from 8.0: below, Triton uses no tensor cores)")
+    elif torch.version.hip is None and problem.kv_dtype == torch.float8_e4m3fn and capability < (8, 9):
+        reasons.append(f"caches of {problem.kv_dtype} on compute capability {hardware.capability} (from 8.9)")
+    return reasons
+
+
+def _wants_unknown_gradient(term: ScoreTerm) -> bool:
+    """Of a tensor other than a bias or a sink."""
+    if term.kind == "alibi":
+        return term.operand is not None and term.operand.requires_grad
+    return term.expression is not None and term.expression.operands_require_grad
+
+
+def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
+    # The first: traffic alone, by which plans are ranked, would prefer large tiles that leave too few registers.
+    return plans.candidates(problem, hardware)[:1]
+
+
+def check_plan(problem: Problem, plan: Plan) -> None:
+    plans.check(problem, plan)
+
+
+def resources(problem: Problem, plan: Plan) -> dict[str, int]:
+    return {"shared": plans.shared_bytes(problem, plan)}
+
+
+def prepare(problem: Problem, plan: Plan) -> Launcher:
+    from attnworks.backends.triton import calls
+
+    return calls.prepare(problem, plan)
+
+
+def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher | None:
+    from attnworks.backends.triton import gradients
+
+    return gradients.prepare_backward(problem, plan)

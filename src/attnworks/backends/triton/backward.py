@@ -21,6 +21,7 @@ from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
     inside,
+    listed,
     load_tile,
     offsets_of,
     sequence,
@@ -31,7 +32,7 @@ from attnworks.backends.triton.parts import (
 
 @triton.jit
 def row_delta(
-    out, grad_out, grad_lse, lse, delta, lse2, cu_seqlens_q, out_strides, grad_strides, lse_strides, grad_lse_strides,
+    out, grad_out, grad_lse, lse, delta, lse2, cu_seqlens_q, out_strides, grad_strides, lse_strides,
     batch, heads, seq_q, TILE_Q: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO ∘ O) - dLSE of a tile of rows, and the LSE in base 2, +inf where a row has seen no key, so that
@@ -48,11 +49,9 @@ def row_delta(
     o = load_tile(out + start + h * out_strides[1], wide * out_strides[2], valid, DIM, BLOCK, True).to(tl.float32)
     d = load_tile(grad_out + grad_start + h * grad_strides[1], wide * grad_strides[2], valid, DIM, BLOCK, True)
     total = tl.sum(o * d.to(tl.float32), 1)
-    if grad_lse is not None:
-        _, grad_lse_start = sequence(b, seq_q, cu_seqlens_q, grad_lse_strides[0], grad_lse_strides[2])
-        pointers = grad_lse + grad_lse_start + h * grad_lse_strides[1] + wide * grad_lse_strides[2]
-        total -= tl.load(pointers, mask=valid, other=0.0)
     offsets = lse_start + h * lse_strides[1] + wide * lse_strides[2]
+    if grad_lse is not None:
+        total -= tl.load(grad_lse + offsets, mask=valid, other=0.0)
     row_lse = tl.load(lse + offsets, mask=valid, other=0.0)
     tl.store(delta + offsets, total, mask=valid)
     tl.store(lse2 + offsets, tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E), mask=valid)
@@ -60,7 +59,7 @@ def row_delta(
 
 @triton.jit
 def probs_and_grad(
-    products, grad_probs, row_lse, row_delta, visible, b, head, positions, keys, shift, scale, operands,
+    products, grad_probs, row_lse, row_delta, visible, b, head, positions, keys, shift, scale, score_operands,
     MASKED: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
 ):  # fmt: skip
     """(P, dS before the score modifiers) of one tile in either orientation: ``positions``, ``keys``, ``row_lse`` and
@@ -68,13 +67,14 @@ def probs_and_grad(
     plain = products * scale
     scores = plain
     if SCORE is not None:
-        scores = SCORE(plain, b, head, positions, keys, shift, operands)
+        scores = SCORE(plain, b, head, positions, keys, shift, score_operands).to(tl.float32)
     probs = tl.math.exp2(scores * LOG2E - row_lse)
     if MASKED:
         probs = tl.where(visible, probs, 0.0)
     grad = probs * (grad_probs - row_delta)
     if SCORE is not None:
-        grad = grad * SCORE_GRAD(plain, b, head, positions, keys, shift, operands)
+        slope = SCORE_GRAD(plain, b, head, positions, keys, shift, score_operands)
+        grad = grad * slope.to(tl.float32)
     if MASKED:
         grad = tl.where(visible, grad, 0.0)  # a modifier may be infinite, or its derivative NaN, where it is hidden
     return probs, grad
@@ -82,7 +82,8 @@ def probs_and_grad(
 
 @triton.jit
 def grad_kv(
-    q, k, v, grad_out, lse2, delta, grad_k, grad_v, cu_seqlens_q, cu_seqlens_kv, tile_map, operands,
+    q, k, v, grad_out, lse2, delta, grad_k, grad_v, cu_seqlens_q, cu_seqlens_kv,
+    tile_map, score_operands, mask_operands,
     q_strides, k_strides, v_strides, grad_out_strides, lse_strides, grad_k_strides, grad_v_strides,
     batch, heads_kv, group, seq_q, seq_kv, total_kv, scale, low_bottom, high_bottom, low_top, high_top,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -124,9 +125,14 @@ def grad_kv(
     start, full_start, full_end, stop = tile_ranges(
         0, rows_q, kv_tile * TILE_KV, last_key, -high, -low, TILE_Q, RIGHT, LEFT
     )
+    tiles = tile_map
     for member in range(group):
         head = kv_head * group + member
         wide_head = head.to(tl.int64)
+        if MASK is not None:
+            full_start, full_end = start, start
+            if tile_map is not None:
+                full_start, full_end, start, stop = listed(tile_map, b, head, kv_tile)
         for run in tl.static_range(3):
             if run == 0:
                 run_start, run_stop = start, full_start
@@ -134,18 +140,27 @@ def grad_kv(
                 run_start, run_stop = full_start, full_end
             else:
                 run_start, run_stop = full_end, stop
-            if (run == 1) or (run == 0 and RIGHT) or (run == 2 and (LEFT or TAIL)):
+            if tile_map is not None:
+                tiles = tile_map[3] if run == 1 else tile_map[1]
+                run_start = start if run == 2 else run_start
+            if run == 1 or (run == 0 and RIGHT and MASK is None) or (run == 2 and (LEFT or TAIL or MASK is not None)):
                 acc_k, acc_v = gather_queries(
                     acc_k, acc_v, k_tile, v_tile, q + q_start + wide_head * q_strides[1],
                     grad_out + grad_start + wide_head * grad_out_strides[1],
                     lse2 + lse_start + wide_head * lse_strides[1], delta + lse_start + wide_head * lse_strides[1],
-                    tile_map, run_start, run_stop, b, head, keys, rows_q, keys_kv, low, high, scale, operands,
+                    tiles, run_start, run_stop, b, head, keys, rows_q, keys_kv, low, high, scale,
+                    score_operands, mask_operands,
                     q_strides[2], grad_out_strides[2], lse_strides[2],
                     TILE_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, run != 1,
                     SCORE, SCORE_GRAD, MASK, PRECISION,
                 )  # fmt: skip
     store_tile(
-        grad_k + grad_k_start + h * grad_k_strides[1], wide * grad_k_strides[2], present, acc_k * scale, HEAD_DIM, BLOCK_D
+        grad_k + grad_k_start + h * grad_k_strides[1],
+        wide * grad_k_strides[2],
+        present,
+        acc_k * scale,
+        HEAD_DIM,
+        BLOCK_D,
     )
     store_tile(
         grad_v + grad_v_start + h * grad_v_strides[1], wide * grad_v_strides[2], present, acc_v, HEAD_DIM_V, BLOCK_DV
@@ -154,15 +169,15 @@ def grad_kv(
 
 @triton.jit
 def gather_queries(
-    acc_k, acc_v, k_tile, v_tile, q, grad_out, lse2, delta, tile_map, first_tile, last_tile,
-    b, head, keys, seq_q, seq_kv, low, high, scale, operands, q_row, grad_row, lse_row,
+    acc_k, acc_v, k_tile, v_tile, q, grad_out, lse2, delta, tiles, first_tile, last_tile,
+    b, head, keys, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, q_row, grad_row, lse_row,
     TILE_Q: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     MASKED: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What Q tiles first_tile to last_tile - 1 (of the list ``tile_map``, if there is one) add to dK and dV."""
+    """What Q tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one) add to dK and dV."""
     for index in range(first_tile, last_tile):
-        tile = index if tile_map is None else tl.load(tile_map + index)
+        tile = index if tiles is None else tl.load(tiles + index)
         start = tile * TILE_Q
         lanes = tl.arange(0, TILE_Q)
         positions = start + lanes
@@ -184,10 +199,11 @@ def gather_queries(
         if MASKED:
             visible = tl.trans(inside(positions, keys, seq_kv, low, high, LEFT, RIGHT))
             if MASK is not None:
-                visible = visible & MASK(b, head, positions[None, :], keys[:, None], seq_kv - seq_q, operands)
+                visible = visible & MASK(b, head, positions[None, :], keys[:, None], seq_kv - seq_q, mask_operands)
         probs, grad = probs_and_grad(
             products, grad_probs, row_lse[None, :], row_delta[None, :], visible,
-            b, head, positions[None, :], keys[:, None], seq_kv - seq_q, scale, operands, MASKED, SCORE, SCORE_GRAD,
+            b, head, positions[None, :], keys[:, None], seq_kv - seq_q, scale, score_operands,
+            MASKED, SCORE, SCORE_GRAD,
         )  # fmt: skip
         acc_v = tl.dot(probs.to(d_tile.dtype), d_tile, acc_v, input_precision=PRECISION)
         acc_k = tl.dot(grad.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
@@ -196,7 +212,7 @@ def gather_queries(
 
 @triton.jit
 def grad_q(
-    q, k, v, grad_out, lse2, delta, grad_q, cu_seqlens_q, cu_seqlens_kv, tile_map, operands,
+    q, k, v, grad_out, lse2, delta, grad_q, cu_seqlens_q, cu_seqlens_kv, tile_map, score_operands, mask_operands,
     q_strides, k_strides, v_strides, grad_out_strides, lse_strides, grad_q_strides,
     batch, heads, group, seq_q, seq_kv, total_q, scale, low_bottom, high_bottom, low_top, high_top,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -223,7 +239,12 @@ def grad_q(
     if row_tile * TILE_Q >= rows_q:
         return
     positions = row_tile * TILE_Q + tl.arange(0, TILE_Q)
-    valid, wide, h, kv_head = positions < rows_q, positions.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
+    valid, wide, h, kv_head = (
+        positions < rows_q,
+        positions.to(tl.int64),
+        head.to(tl.int64),
+        (head // group).to(tl.int64),
+    )
     q_tile = load_tile(q + q_start + h * q_strides[1], wide * q_strides[2], valid, HEAD_DIM, BLOCK_D, True)
     d_tile = load_tile(
         grad_out + grad_start + h * grad_out_strides[1], wide * grad_out_strides[2], valid, HEAD_DIM_V, BLOCK_DV, True
@@ -237,6 +258,11 @@ def grad_q(
     start, full_start, full_end, stop = tile_ranges(
         0, keys_kv, row_tile * TILE_Q, last, low, high, TILE_KV, LEFT, RIGHT
     )
+    tiles = tile_map
+    if MASK is not None:
+        full_start, full_end = start, start
+        if tile_map is not None:
+            full_start, full_end, start, stop = listed(tile_map, b, head, row_tile)
     for run in tl.static_range(3):
         if run == 0:
             run_start, run_stop = start, full_start
@@ -244,11 +270,14 @@ def grad_q(
             run_start, run_stop = full_start, full_end
         else:
             run_start, run_stop = full_end, stop
-        if (run == 1) or (run == 0 and LEFT) or (run == 2 and (RIGHT or TAIL)):
+        if tile_map is not None:
+            tiles = tile_map[3] if run == 1 else tile_map[1]
+            run_start = start if run == 2 else run_start
+        if run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
             acc = gather_keys(
                 acc, q_tile, d_tile, row_lse, row_delta, k + k_start + kv_head * k_strides[1],
-                v + v_start + kv_head * v_strides[1], tile_map, run_start, run_stop, b, head, positions,
-                rows_q, keys_kv, low, high, scale, operands, k_strides[2], v_strides[2],
+                v + v_start + kv_head * v_strides[1], tiles, run_start, run_stop, b, head, positions,
+                rows_q, keys_kv, low, high, scale, score_operands, mask_operands, k_strides[2], v_strides[2],
                 TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, run != 1,
                 SCORE, SCORE_GRAD, MASK, PRECISION,
             )  # fmt: skip
@@ -259,15 +288,15 @@ def grad_q(
 
 @triton.jit
 def gather_keys(
-    acc, q_tile, d_tile, row_lse, row_delta, k, v, tile_map, first_tile, last_tile,
-    b, head, positions, seq_q, seq_kv, low, high, scale, operands, k_row, v_row,
+    acc, q_tile, d_tile, row_lse, row_delta, k, v, tiles, first_tile, last_tile,
+    b, head, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_row, v_row,
     TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     MASKED: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What KV tiles first_tile to last_tile - 1 (of the list ``tile_map``, if there is one) add to dQ / scale."""
+    """What KV tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one) add to dQ / scale."""
     for index in range(first_tile, last_tile):
-        tile = index if tile_map is None else tl.load(tile_map + index)
+        tile = index if tiles is None else tl.load(tiles + index)
         start = tile * TILE_KV
         lanes = tl.arange(0, TILE_KV)
         keys = start + lanes
@@ -280,17 +309,20 @@ def gather_keys(
         if MASKED:
             visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
             if MASK is not None:
-                visible = visible & MASK(b, head, positions[:, None], keys[None, :], seq_kv - seq_q, operands)
+                visible = visible & MASK(b, head, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
         _, grad = probs_and_grad(
             products, grad_probs, row_lse, row_delta, visible,
-            b, head, positions[:, None], keys[None, :], seq_kv - seq_q, scale, operands, MASKED, SCORE, SCORE_GRAD,
+            b, head, positions[:, None], keys[None, :], seq_kv - seq_q, scale, score_operands,
+            MASKED, SCORE, SCORE_GRAD,
         )  # fmt: skip
         acc = tl.dot(grad.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     return acc
 
 
 @triton.jit
-def zero_rows(out, first, total, tile, tiles, head, strides, TILE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def zero_rows(
+    out, first, total, tile, tiles, head, strides, TILE: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
     """Rows ``first`` to ``total`` - 1, which belong to no sequence, are written as 0, shared out among ``tiles``."""
     for start in range(first + tile * TILE, total, tiles * TILE):
         rows = (start + tl.arange(0, TILE)).to(tl.int64)
@@ -298,3 +330,87 @@ def zero_rows(out, first, total, tile, tiles, head, strides, TILE: tl.constexpr,
             out + head.to(tl.int64) * strides[1], rows * strides[2], rows < total,
             tl.zeros([TILE, BLOCK], dtype=tl.float32), DIM, BLOCK,
         )  # fmt: skip
+
+
+@triton.jit
+def grad_bias(
+    q, k, v, grad_out, lse2, delta, grad, cu_seqlens_q, cu_seqlens_kv, score_operands, mask_operands,
+    q_strides, k_strides, v_strides, grad_out_strides, lse_strides, bias_strides,
+    batch, heads, group, seq_q, seq_kv, tiles_q, tiles_kv, scale, low_bottom, high_bottom, low_top, high_top,
+    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    SCORE: tl.constexpr, SLOPE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_Q: tl.constexpr, OVER_K: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a bias: dS at its place, summed OVER the dimensions that it is broadcast along. One program for
+    each tile of the bias as it is; grid: batch · heads · Q tiles · KV tiles, without those that are summed over.
+    ``grad`` is fp32, (batch or 1, heads or 1, seq_q or 1, seq_kv or 1), contiguous."""
+    program = tl.program_id(0)
+    k_tiles = 1 if OVER_K else tiles_kv
+    q_tiles = 1 if OVER_Q else tiles_q
+    bias_heads = 1 if OVER_H else heads
+    own_k, rest = program % k_tiles, program // k_tiles
+    own_q, rest = rest % q_tiles, rest // q_tiles
+    own_h, own_b = rest % bias_heads, rest // bias_heads
+    acc = tl.zeros([TILE_Q, TILE_KV], dtype=tl.float32)
+    for b_step in range(batch if OVER_B else 1):
+        b = own_b + b_step
+        rows_q, q_start = sequence(b, seq_q, cu_seqlens_q, q_strides[0], q_strides[2])
+        _, grad_start = sequence(b, seq_q, cu_seqlens_q, grad_out_strides[0], grad_out_strides[2])
+        _, lse_start = sequence(b, seq_q, cu_seqlens_q, lse_strides[0], lse_strides[2])
+        keys_kv, k_start = sequence(b, seq_kv, cu_seqlens_kv, k_strides[0], k_strides[2])
+        _, v_start = sequence(b, seq_kv, cu_seqlens_kv, v_strides[0], v_strides[2])
+        low, high = diagonals(rows_q, keys_kv, low_bottom, high_bottom, low_top, high_top)
+        for h_step in range(heads if OVER_H else 1):
+            head = own_h + h_step
+            h, kv_head = head.to(tl.int64), (head // group).to(tl.int64)
+            for q_step in range(tiles_q if OVER_Q else 1):
+                tile_q = own_q + q_step
+                positions = tile_q * TILE_Q + tl.arange(0, TILE_Q)
+                valid, wide = positions < rows_q, positions.to(tl.int64)
+                q_tile = load_tile(q + q_start + h * q_strides[1], wide * q_strides[2], valid, HEAD_DIM, BLOCK_D, True)
+                d_tile = load_tile(
+                    grad_out + grad_start + h * grad_out_strides[1], wide * grad_out_strides[2], valid,
+                    HEAD_DIM_V, BLOCK_DV, True,
+                )  # fmt: skip
+                rows = lse_start + h * lse_strides[1] + wide * lse_strides[2]
+                row_lse = tl.load(lse2 + rows, mask=valid, other=float("inf"))[:, None]
+                row_delta = tl.load(delta + rows, mask=valid, other=0.0)[:, None]
+                last = tl.minimum(tile_q * TILE_Q + TILE_Q, rows_q) - 1
+                start, _, _, stop = tile_ranges(0, keys_kv, tile_q * TILE_Q, last, low, high, TILE_KV, LEFT, RIGHT)
+                if not OVER_K:
+                    start, stop = tl.maximum(start, own_k), tl.minimum(stop, own_k + 1)
+                for tile in range(start, stop):
+                    keys = tile * TILE_KV + tl.arange(0, TILE_KV)
+                    present, far = keys < keys_kv, keys.to(tl.int64)
+                    k_tile = load_tile(
+                        k + k_start + kv_head * k_strides[1], far * k_strides[2], present, HEAD_DIM, BLOCK_D, True
+                    )
+                    v_tile = load_tile(
+                        v + v_start + kv_head * v_strides[1], far * v_strides[2], present, HEAD_DIM_V, BLOCK_DV, True
+                    )
+                    visible = inside(positions, keys, keys_kv, low, high, LEFT, RIGHT)
+                    at_q, at_k = positions[:, None], keys[None, :]
+                    if MASK is not None:
+                        visible = visible & MASK(b, head, at_q, at_k, keys_kv - rows_q, mask_operands)
+                    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+                    grad_probs = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)
+                    _, grad_scores = probs_and_grad(
+                        products, grad_probs, row_lse, row_delta, visible, b, head, at_q, at_k, keys_kv - rows_q, scale,
+                        score_operands, True, SCORE, SLOPE,
+                    )  # fmt: skip
+                    acc += grad_scores
+    b_at = 0 if OVER_B else own_b.to(tl.int64) * bias_strides[0]
+    h_at = 0 if OVER_H else own_h.to(tl.int64) * bias_strides[1]
+    at_q = own_q * TILE_Q + tl.arange(0, TILE_Q)
+    at_k = own_k * TILE_KV + tl.arange(0, TILE_KV)
+    base = grad + b_at + h_at
+    if OVER_Q and OVER_K:
+        tl.store(base, tl.sum(acc))
+    elif OVER_Q:
+        tl.store(base + at_k, tl.sum(acc, 0), mask=at_k < seq_kv)
+    elif OVER_K:
+        tl.store(base + at_q, tl.sum(acc, 1), mask=at_q < seq_q)
+    else:
+        places = base + at_q.to(tl.int64)[:, None] * bias_strides[2] + at_k[None, :]
+        tl.store(places, acc, mask=(at_q < seq_q)[:, None] & (at_k < seq_kv)[None, :])

@@ -18,6 +18,7 @@ from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
     inside,
+    listed,
     load_tile,
     offsets_of,
     sequence,
@@ -29,17 +30,18 @@ from attnworks.backends.triton.parts import (
 @triton.jit
 def forward(
     q, k, v, out, lse,
-    cu_seqlens_q, cu_seqlens_kv, kv_lens, page_table, k_scale, v_scale, sink, tile_map, operands,
+    cu_seqlens_q, cu_seqlens_kv, kv_lens, page_table, k_scale, v_scale, sink, tile_map, score_operands, mask_operands,
     q_strides, k_strides, v_strides, out_strides, lse_strides, split_strides, table_stride,
     batch, heads, group, seq_q, seq_kv, total_q, scale, low_bottom, high_bottom, low_top, high_top, split_kv,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, GROUPED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of one tile of rows. Grid: (row tiles · heads · batch, splits); packed sequences have one batch entry
     more, for the rows after the last sequence. ``heads``: of KV if GROUPED, else of Q. Strides are (batch, head, row).
-    ``scale`` multiplies Q Kᵀ; if FOLDED it is > 0 and there are no score modifiers."""
+    ``scale`` multiplies Q Kᵀ; if FOLDED it is > 0 and there are no score modifiers. Without TAIL the keys end on a
+    tile's edge."""
     row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
     program = tl.program_id(0)
     # Later rows see more keys under a causal mask: they go first, so that no long task is left for the end.
@@ -72,6 +74,7 @@ def forward(
         positions, heads_q, kv_head = rows // group, head * group + rows % group, head
     else:
         positions, heads_q, kv_head = rows, head + rows * 0, head // group
+    head_axis = heads_q[:, None] if GROUPED else head
     valid = positions < rows_q
     heads_wide = heads_q.to(tl.int64)
     q_offsets = positions.to(tl.int64) * q_strides[2] + heads_wide * q_strides[1]
@@ -94,6 +97,11 @@ def forward(
     start, full_start, full_end, stop = tile_ranges(
         begin, end, first_position, last_position, low, high, TILE_KV, LEFT, RIGHT
     )
+    tiles = tile_map
+    if MASK is not None:  # what the bounds leave is a matter of the mask: as its tile map says, or all of it in part
+        full_start, full_end = start, start
+        if tile_map is not None:
+            full_start, full_end, start, stop = listed(tile_map, b, head, row_tile)
     # Three runs over tiles: seen in part at the window's left edge, seen whole, seen in part at the right edge.
     for run in tl.static_range(3):
         if run == 0:
@@ -102,10 +110,13 @@ def forward(
             run_start, run_stop = full_start, full_end
         else:
             run_start, run_stop = full_end, stop
-        if run > 0 or LEFT:
+        if tile_map is not None:
+            tiles = tile_map[3] if run == 1 else tile_map[1]
+            run_start = start if run == 2 else run_start
+        if run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
             acc, running_sum, running_max = attend(
-                acc, running_sum, running_max, q_tile, k_head, v_head, table, tile_map, run_start, run_stop,
-                b, heads_q, positions, rows_q, keys_kv, low, high, factor, operands,
+                acc, running_sum, running_max, q_tile, k_head, v_head, table, tiles, run_start, run_stop,
+                b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
                 k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE,
                 LEFT, RIGHT, run != 1, FOLDED, SCORE, MASK, PRECISION,
             )  # fmt: skip
@@ -126,16 +137,16 @@ def forward(
 
 @triton.jit
 def attend(
-    acc, running_sum, running_max, q, k_head, v_head, table, tile_map, first_tile, last_tile,
-    b, heads, positions, seq_q, seq_kv, low, high, scale, operands, k_strides, v_strides,
+    acc, running_sum, running_max, q, k_head, v_head, table, tiles, first_tile, last_tile,
+    b, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides, v_strides,
     TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over KV tiles first_tile to last_tile - 1 (of the list ``tile_map``, if there is one)."""
+    """The online softmax over KV tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one)."""
     for index in range(first_tile, last_tile):
-        tile = index if tile_map is None else tl.load(tile_map + index)
+        tile = index if tiles is None else tl.load(tiles + index)
         start = tile * TILE_KV
         lanes = tl.arange(0, TILE_KV)
         keys = start + lanes
@@ -160,12 +171,14 @@ def attend(
         if not FOLDED:
             scores = scores * scale
             if SCORE is not None:
-                scores = SCORE(scores, b, heads[:, None], positions[:, None], keys[None, :], seq_kv - seq_q, operands)
+                scores = SCORE(scores, b, heads, positions[:, None], keys[None, :], seq_kv - seq_q, score_operands).to(
+                    tl.float32
+                )
             scores = scores * LOG2E
         if MASKED:
             visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
             if MASK is not None:
-                visible = visible & MASK(b, heads[:, None], positions[:, None], keys[None, :], seq_kv - seq_q, operands)
+                visible = visible & MASK(b, heads, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
             scores = tl.where(visible, scores, -float("inf"))
         # Folded, the scale is one more factor in the exponential's argument, which a fused multiply-add takes along.
         factor = scale * LOG2E if FOLDED else 1.0
@@ -238,10 +251,12 @@ def combine(
         total += tl.math.exp2(logit - shift)
     columns = tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], dtype=tl.float32)
-    for part in range(splits):
-        weight = tl.math.exp2(tl.load(part_lse + part.to(tl.int64) * split_strides[1] + lse_row) * LOG2E - shift)
-        # A part without keys holds 0, so a weight of 0 needs no case of its own.
-        acc += weight * tl.load(parts + part.to(tl.int64) * split_strides[0] + row + columns, mask=columns < DIM, other=0.0)
+    from_part, from_lse = parts + row + columns, part_lse + lse_row
+    for _ in range(splits):
+        weight = tl.math.exp2(tl.load(from_lse) * LOG2E - shift)
+        acc += weight * tl.load(from_part, mask=columns < DIM, other=0.0)  # 0 where the part has no key
+        from_part += split_strides[0]
+        from_lse += split_strides[1]
     acc = acc / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row + columns, acc.to(out.dtype.element_ty), mask=columns < DIM)
     if lse is not None:

@@ -1,9 +1,9 @@
 """From a Problem and a Plan to launches of the kernels, with as little host work for each call as Triton allows.
 
 Triton's own ``kernel[grid](...)`` looks at every argument of every launch to find the compiled variant. All it would
-look at is settled by the Problem, but for one thing: whether pointers are aligned to 16 bytes. So a ``Launch`` keeps the
-compiled kernel for each pattern of alignment and hands its arguments straight to the driver. Triton's interpreter, which
-runs kernels on a CPU, has no compiled kernel, and always takes Triton's own way.
+look at is settled by the Problem, but for one thing: whether pointers are aligned to 16 bytes. So a ``Launch`` keeps
+the compiled kernel for each pattern of alignment and hands its arguments straight to the driver. Triton's interpreter,
+which runs kernels on a CPU, has no compiled kernel, and always takes Triton's own way.
 """
 
 from __future__ import annotations
@@ -59,4 +59,6 @@ def _alignment(value: Any) -> Any:
     """What Triton's specialisation depends on."""
     if isinstance(value, Tensor):
         return value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, value.bit_length() > 31
     return tuple(map(_alignment, value)) if isinstance(value, tuple) else value is None

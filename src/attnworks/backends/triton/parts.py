@@ -59,6 +59,16 @@ def tile_ranges(begin, end, first, last, low, high, TILE: tl.constexpr, LEFT: tl
 
 
 @triton.jit
+def listed(tile_map, b, head, tile):
+    """(full_start, full_end, start, stop): where the full and the partial tiles of a tile's row lie in the lists of
+    ``tile_map``: offsets and tiles of the partial ones, offsets and tiles of the full ones, rows for each batch and
+    head."""
+    row = b * tile_map[4] + head * tile_map[5] + tile
+    start, stop = tl.load(tile_map[0] + row), tl.load(tile_map[0] + row + 1)
+    return tl.load(tile_map[2] + row), tl.load(tile_map[2] + row + 1), start, stop
+
+
+@triton.jit
 def offsets_of(rows, stride, WIDE: tl.constexpr):
     """Element offsets of ``rows``; 64-bit where the rows of one tile lie 2**31 elements apart."""
     return rows.to(tl.int64) * stride if WIDE else rows * stride
@@ -98,9 +108,3 @@ def inside(rows, keys, end, low, high, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     if RIGHT:
         visible = visible & (keys[None, :] <= rows[:, None] + high)
     return visible
-
-
-@triton.jit
-def exp2_of_difference(scores, maximum):
-    """2**(scores - maximum), 0 where both are -inf: a row that has seen no key yet has no maximum to subtract."""
-    return tl.math.exp2(scores - tl.where(maximum == -float("inf"), 0.0, maximum))

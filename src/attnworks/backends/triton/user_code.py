@@ -24,11 +24,12 @@ Kind = Literal["mask", "score"]
 def jit(expression: Expression, kind: Kind) -> Any:
     """The expression as a ``triton.JITFunction``, one for each expression.
 
-    "mask": ``(b, h, q, k, operands)`` gives an int1 block; "score": ``(s, b, h, q, k, operands)`` a float block, in the
-    precision of s. b, h, q, k: int32 tensors or scalars (no constexpr) that broadcast against each other; the result
-    has the shape that they, as far as the expression reads them, broadcast to. ``operands``: a tuple of pointers to the
-    captured tensors. Lanes outside the problem may be evaluated: nothing outside a captured tensor is read. The
-    derivative of a score is a "score". Raises ``ValueError`` if the expression is not of the kind.
+    "mask": ``(b, h, q, k, shift, operands)`` gives an int1 block; "score": ``(s, b, h, q, k, shift, operands)`` a float
+    block, in the precision of s. b, h, q, k, shift: int32 tensors or scalars (no constexpr) that broadcast against each
+    other; the result has the shape that they, as far as the expression reads them, broadcast to. ``operands``: a tuple
+    of pointers to the captured tensors and then their ``operand_facts``. Lanes outside the problem may be evaluated:
+    nothing outside a captured tensor is read. The derivative of a score is a "score". Raises ``ValueError`` if the
+    expression is not of the kind.
     """
     if (expression.kind == "bool") != (kind == "mask"):
         raise ValueError(f"kind: was {kind!r}, but the expression is {expression.kind}")

@@ -1,0 +1,175 @@
+"""Forward calls: a Problem and its Plan turned into the arguments of the forward kernel, and of the one that merges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnworks import tilemap
+from attnworks.backends import Launcher
+from attnworks.backends.triton.forward import combine, forward
+from attnworks.backends.triton.launch import Launch
+from attnworks.backends.triton.plans import block
+from attnworks.backends.triton.user_code import jit
+from attnworks.expressions.source import operand_facts
+from attnworks.masks import UNLIMITED, Bounds
+from attnworks.modifiers import mask_expression, score_expression
+from attnworks.plan import Plan
+from attnworks.problem import Operands, Problem
+
+FAR = 2**30
+
+
+class Modifiers:
+    """What the kernels are built with for a problem's scores and mask, and what they are given for them at a call."""
+
+    def __init__(self, problem: Problem, grouped: bool = False) -> None:
+        self.problem = problem
+        score, mask = score_expression(problem.scores), mask_expression(problem.mask)
+        self.score = None if score is None else jit(score, "score")
+        self.mask = None if mask is None else jit(mask, "mask")
+        self._score_facts = () if score is None else operand_facts(score)
+        self._mask_facts = () if mask is None else operand_facts(mask)
+        self.sink = next((t.operand.index for t in problem.scores if t.kind == "sink" and t.operand), None)
+        # Packed sequences and caches would need a map for each length, heads that are rows of one tile a map for all of
+        # them: there the mask is evaluated in every tile.
+        self.mapped = mask is not None and problem.form == "dense" and not grouped
+
+    def score_operands(self, o: Operands) -> tuple[Any, ...]:
+        return (*o.scores, *self._score_facts) if self.score is not None else ()
+
+    def mask_operands(self, o: Operands) -> tuple[Any, ...]:
+        return (*o.mask, *self._mask_facts) if self.mask is not None else ()
+
+    def tile_map(self, o: Operands, tile_q: int, tile_kv: int) -> tilemap.TileMap:
+        p = self.problem
+        return tilemap.cached(
+            p.mask, o.mask, batch=p.batch, heads=p.heads_q, seq_q=p.seq_q, seq_kv=p.seq_kv,
+            tile_q=tile_q, tile_kv=tile_kv, device=o.q.device,
+        )  # fmt: skip
+
+
+def map_arguments(found: tilemap.TileMap) -> tuple[Any, ...]:
+    """The lists of a tile map, and how many of its rows lie between batches and between heads (0 if they share)."""
+    lists = (found.partial.offsets, found.partial.tiles, found.full.offsets, found.full.tiles)
+    return (*lists, found.tiles_q * found.heads if found.batch > 1 else 0, found.tiles_q if found.heads > 1 else 0)
+
+
+def bounds(problem: Problem) -> dict[str, Any]:
+    """The closed bounds as diagonals: query i sees keys from i + low to i + high, for either alignment."""
+    found = {"low_bottom": -FAR, "high_bottom": FAR, "low_top": -FAR, "high_top": FAR}
+    for term in problem.mask:
+        if isinstance(term, Bounds):
+            side = "bottom" if term.align == "bottom-right" else "top"
+            if term.left is not None and term.left < UNLIMITED:
+                found[f"low_{side}"] = -min(term.left, FAR)
+            if term.right is not None and term.right < UNLIMITED:
+                found[f"high_{side}"] = min(term.right, FAR)
+    left = min(found["low_bottom"], found["low_top"]) < 0 and max(found["low_bottom"], found["low_top"]) > -FAR
+    right = min(found["high_bottom"], found["high_top"]) < FAR
+    return found | {"LEFT": left, "RIGHT": right}
+
+
+def shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of out and lse, both contiguous."""
+    if p.form == "varlen":
+        return (p.total_q, p.heads_q, p.head_dim_v), (p.heads_q, p.total_q)
+    middle = (p.heads_q, p.seq_q) if p.layout == "bhsd" else (p.seq_q, p.heads_q)
+    return (p.batch, *middle, p.head_dim_v), (p.batch, p.heads_q, p.seq_q)
+
+
+def result_strides(p: Problem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """(batch, head, row) strides of out and lse."""
+    d = p.head_dim_v
+    if p.form == "varlen":
+        return (0, d, p.heads_q * d), (0, p.total_q, 1)
+    heads_rows = (p.seq_q * d, d) if p.layout == "bhsd" else (d, p.heads_q * d)
+    return (p.heads_q * p.seq_q * d, *heads_rows), (p.heads_q * p.seq_q, p.seq_q, 1)
+
+
+def dims(p: Problem) -> dict[str, int]:
+    return {
+        "HEAD_DIM": p.head_dim, "HEAD_DIM_V": p.head_dim_v,
+        "BLOCK_D": block(p.head_dim), "BLOCK_DV": block(p.head_dim_v),
+    }  # fmt: skip
+
+
+# Products of fp32 operands in fp32: tf32 would keep 10 bits of them. To 16-bit operands it means nothing.
+PRECISION = "ieee"
+
+
+def prepare(problem: Problem, plan: Plan) -> Launcher:
+    p, grouped = problem, plan.schedule == "split_kv"
+    modifiers = Modifiers(p, grouped)
+    heads = p.heads_kv if grouped else p.heads_q
+    rows = p.seq_q * p.group if grouped else p.seq_q
+    row_tiles = math.ceil(rows / plan.tile_q)
+    sequences = p.batch
+    if p.form == "varlen":  # one more, for rows that belong to no sequence
+        row_tiles, sequences = max(row_tiles, 1), p.batch + 1
+    splits = max(1, math.ceil(p.seq_kv / plan.split_kv)) if plan.split_kv else 1
+    out_shape, lse_shape = shapes(p)
+    out_strides, lse_strides = result_strides(p)
+    out_size, lse_size = math.prod(out_shape), math.prod(lse_shape)
+    edges = bounds(p)
+    folded = modifiers.score is None and p.scale > 0 and p.kv_dtype is None
+    even = p.form == "dense" and p.seq_kv % plan.tile_kv == 0
+    fixed = {
+        "q_strides": p.q_strides, "k_strides": p.k_strides, "v_strides": p.v_strides,
+        "out_strides": out_strides, "lse_strides": lse_strides, "split_strides": (out_size, lse_size),
+        "table_stride": p.seq_kv // p.page_size if p.page_size else 0,
+        "batch": p.batch, "heads": heads, "group": p.group, "seq_q": p.seq_q, "seq_kv": p.seq_kv, "total_q": p.total_q,
+        "scale": p.scale, "split_kv": plan.split_kv, **edges,
+        "TILE_Q": plan.tile_q, "TILE_KV": plan.tile_kv, **dims(p), "GROUPED": grouped, "PAGE": p.page_size,
+        "WIDE": (plan.tile_kv - 1) * max(abs(p.k_strides[2]), abs(p.v_strides[2])) >= 2**31,
+        "TAIL": not even, "SPLITS": splits > 1, "FOLDED": folded,
+        "SCORE": modifiers.score, "MASK": modifiers.mask, "PRECISION": PRECISION,
+    }  # fmt: skip
+    launch = Launch(
+        forward, (row_tiles * heads * sequences, splits), fixed, num_warps=plan.warps, num_stages=plan.stages
+    )
+    merge = _merge(p, splits, out_strides, lse_strides, (out_size, lse_size)) if splits > 1 else None
+    dtype, return_lse, device = p.dtype, p.return_lse, torch.device(p.device)
+
+    def run(o: Operands) -> tuple[Tensor, Tensor | None]:
+        out = torch.empty(out_shape, dtype=dtype, device=device)
+        lse = torch.empty(lse_shape, dtype=torch.float32, device=device) if return_lse else None
+        sink = None if modifiers.sink is None else o.scores[modifiers.sink]
+        k_scale, v_scale = _by_head(o.k_scale, p.heads_kv), _by_head(o.v_scale, p.heads_kv)
+        tiles = map_arguments(modifiers.tile_map(o, plan.tile_q, plan.tile_kv)) if modifiers.mapped else None
+        into, into_lse = out, lse
+        if merge is not None:
+            into = torch.empty((splits, *out_shape), dtype=torch.float32, device=device)
+            into_lse = torch.empty((splits, *lse_shape), dtype=torch.float32, device=device)
+        # fmt: off
+        launch(o.q, o.k, o.v, into, into_lse, o.cu_seqlens_q, o.cu_seqlens_kv, o.kv_lens, o.page_table,
+               k_scale, v_scale, sink, tiles, modifiers.score_operands(o), modifiers.mask_operands(o))
+        # fmt: on
+        if merge is not None:
+            merge(into, into_lse, out, lse, sink)
+        return out, lse
+
+    return run
+
+
+def _merge(
+    p: Problem,
+    splits: int,
+    out_strides: tuple[int, int, int],
+    lse_strides: tuple[int, int, int],
+    split_strides: tuple[int, int],
+) -> Launch:
+    fixed = {
+        "out_strides": out_strides, "lse_strides": lse_strides, "split_strides": split_strides,
+        "heads": p.heads_q, "seq_q": p.seq_q, "splits": splits,
+        "DIM": p.head_dim_v, "BLOCK": block(p.head_dim_v), "SPLITS": 1 << (splits - 1).bit_length(),
+    }  # fmt: skip
+    return Launch(combine, (p.batch * p.heads_q * p.seq_q,), fixed, num_warps=1)
+
+
+def _by_head(scale: Tensor | None, heads: int) -> Tensor | None:
+    """A cache's scale for each KV head."""
+    return None if scale is None else scale.reshape(-1).expand(heads).contiguous()

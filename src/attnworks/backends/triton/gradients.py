@@ -1,0 +1,179 @@
+"""Backward calls: gradients of q, k, v, of biases and of a sink, each by a kernel that owns what it writes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnworks.backends import BackwardLauncher, Gradients, Needs
+from attnworks.backends.triton.backward import grad_bias, grad_kv, grad_q, row_delta
+from attnworks.backends.triton.calls import (
+    PRECISION,
+    Modifiers,
+    bounds,
+    dims,
+    map_arguments,
+    result_strides,
+)
+from attnworks.backends.triton.launch import Launch
+from attnworks.backends.triton.plans import BackwardTiles, backward_tiles, block
+from attnworks.backends.triton.user_code import jit
+from attnworks.expressions.derivatives import derivative
+from attnworks.modifiers import score_expression, slope_after
+from attnworks.plan import Plan
+from attnworks.problem import Operands, Problem, packed_strides, strides_of
+from attnworks.scores import ScoreTerm
+
+DELTA_ROWS = 64
+
+
+def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher:
+    """The backward has tiles of its own (``plans.backward_tiles``); of the forward's plan it needs nothing."""
+    backward = _Backward(problem)
+    return backward.run
+
+
+class _Backward:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.modifiers = Modifiers(problem)
+        score = score_expression(problem.scores)
+        self.slope = None if score is None else jit(derivative(score), "score")
+        self.for_kv, self.for_q = backward_tiles(problem)
+        # Launches by the strides of what autograd hands over, which the problem doesn't know.
+        self.launches: dict[Any, Launch] = {}
+
+    def run(
+        self, o: Operands, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        p = self.problem
+        delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+        self._row_delta(o, out, lse, d_out, d_lse, delta, lse2)
+        d_q = d_k = d_v = None
+        if needs[0]:
+            d_q = torch.empty_like(o.q)
+            self._grad_q(o, d_out, lse2, delta, d_q)
+        if needs[1] or needs[2]:
+            d_k, d_v = torch.empty_like(o.k), torch.empty_like(o.v)
+            self._grad_kv(o, d_out, lse2, delta, d_k, d_v)
+        scores: list[Tensor | None] = [None] * len(o.scores)
+        for place, term in enumerate(p.scores):
+            index = None if term.operand is None else term.operand.index
+            if index is None or not needs[3 + index]:
+                continue
+            if term.kind == "sink":
+                scores[index] = _grad_sink(o.scores[index], lse, delta)
+            else:
+                scores[index] = self._grad_bias(o, d_out, lse2, delta, place, term)
+        return Gradients(d_q, d_k if needs[1] else None, d_v if needs[2] else None, tuple(scores))
+
+    def _strides(self, tensor: Tensor) -> tuple[int, int, int]:
+        return packed_strides(tensor) if self.problem.form == "varlen" else strides_of(tensor, self.problem.layout)
+
+    def _row_delta(
+        self, o: Operands, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, delta: Tensor, lse2: Tensor
+    ) -> None:
+        p, given = self.problem, self._strides(d_out)
+        key = ("delta", given)
+        if key not in self.launches:
+            out_strides, lse_strides = result_strides(p)
+            fixed = {
+                "out_strides": out_strides, "grad_strides": given, "lse_strides": lse_strides,
+                "batch": p.batch, "heads": p.heads_q, "seq_q": p.seq_q,
+                "TILE_Q": DELTA_ROWS, "DIM": p.head_dim_v, "BLOCK": block(p.head_dim_v),
+            }  # fmt: skip
+            grid = math.ceil(p.seq_q / DELTA_ROWS) * p.heads_q * p.batch
+            self.launches[key] = Launch(row_delta, (grid,), fixed, num_warps=4)
+        self.launches[key](out, d_out, d_lse, lse, delta, lse2, o.cu_seqlens_q)
+
+    def _common(self, tiles: BackwardTiles, d_out: Tensor) -> dict[str, Any]:
+        """What the kernels of dQ, of dK and dV, and of a bias are all given."""
+        p = self.problem
+        return {
+            "q_strides": p.q_strides, "k_strides": p.k_strides, "v_strides": p.v_strides,
+            "grad_out_strides": self._strides(d_out), "lse_strides": result_strides(p)[1],
+            "batch": p.batch, "group": p.group, "seq_q": p.seq_q, "seq_kv": p.seq_kv, "scale": p.scale, **bounds(p),
+            "TILE_Q": tiles.tile_q, "TILE_KV": tiles.tile_kv, **dims(p),
+            "SCORE": self.modifiers.score, "SCORE_GRAD": self.slope, "MASK": self.modifiers.mask,
+            "PRECISION": PRECISION,
+        }  # fmt: skip
+
+    def _grad_q(self, o: Operands, d_out: Tensor, lse2: Tensor, delta: Tensor, d_q: Tensor) -> None:
+        p, tiles = self.problem, self.for_q
+        key = ("q", self._strides(d_out), self._strides(d_q))
+        if key not in self.launches:
+            packed = p.form == "varlen"
+            row_tiles = max(math.ceil(p.seq_q / tiles.tile_q), int(packed))
+            fixed = self._common(tiles, d_out) | {
+                "grad_q_strides": self._strides(d_q), "heads": p.heads_q, "total_q": p.total_q,
+                "WIDE": (tiles.tile_kv - 1) * max(p.k_strides[2], p.v_strides[2]) >= 2**31,
+                "TAIL": packed or p.seq_kv % tiles.tile_kv != 0,
+            }  # fmt: skip
+            grid = row_tiles * p.heads_q * (p.batch + packed)
+            self.launches[key] = Launch(grad_q, (grid,), fixed, num_warps=tiles.warps, num_stages=tiles.stages)
+        found = self.modifiers.tile_map(o, tiles.tile_q, tiles.tile_kv) if self.modifiers.mapped else None
+        # fmt: off
+        self.launches[key](o.q, o.k, o.v, d_out, lse2, delta, d_q, o.cu_seqlens_q, o.cu_seqlens_kv,
+                           None if found is None else map_arguments(found),
+                           self.modifiers.score_operands(o), self.modifiers.mask_operands(o))
+        # fmt: on
+
+    def _grad_kv(self, o: Operands, d_out: Tensor, lse2: Tensor, delta: Tensor, d_k: Tensor, d_v: Tensor) -> None:
+        p, tiles = self.problem, self.for_kv
+        given = self._strides(d_out)
+        key = ("kv", given, self._strides(d_k), self._strides(d_v))
+        if key not in self.launches:
+            packed = p.form == "varlen"
+            kv_tiles = max(math.ceil(p.seq_kv / tiles.tile_kv), int(packed))
+            fixed = self._common(tiles, d_out) | {
+                "grad_k_strides": self._strides(d_k), "grad_v_strides": self._strides(d_v),
+                "heads_kv": p.heads_kv, "total_kv": p.total_kv,
+                "WIDE": (tiles.tile_q - 1) * max(p.q_strides[2], given[2]) >= 2**31,
+                "TAIL": packed or p.seq_q % tiles.tile_q != 0,
+            }  # fmt: skip
+            grid = kv_tiles * p.heads_kv * (p.batch + packed)
+            self.launches[key] = Launch(grad_kv, (grid,), fixed, num_warps=tiles.warps, num_stages=tiles.stages)
+        found = self.modifiers.tile_map(o, tiles.tile_q, tiles.tile_kv) if self.modifiers.mapped else None
+        # fmt: off
+        self.launches[key](o.q, o.k, o.v, d_out, lse2, delta, d_k, d_v, o.cu_seqlens_q, o.cu_seqlens_kv,
+                           None if found is None else map_arguments(found.transposed),
+                           self.modifiers.score_operands(o), self.modifiers.mask_operands(o))
+        # fmt: on
+
+    def _grad_bias(
+        self, o: Operands, d_out: Tensor, lse2: Tensor, delta: Tensor, place: int, term: ScoreTerm
+    ) -> Tensor:
+        """In the bias's own shape: what it was broadcast along is summed within one program, always in one order."""
+        p, tiles = self.problem, self.for_q
+        bias = o.scores[term.operand.index] if term.operand else o.q
+        shape = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+        summed = torch.empty(shape, dtype=torch.float32, device=bias.device)
+        key = ("bias", place, self._strides(d_out))
+        if key not in self.launches:
+            # A dimension that the bias has alone is not summed, even if its size is 1.
+            over = [size == 1 for size in shape]
+            tiles_q, tiles_kv = math.ceil(p.seq_q / tiles.tile_q), math.ceil(p.seq_kv / tiles.tile_kv)
+            grid = [1 if one else size for one, size in zip(over, (p.batch, p.heads_q, tiles_q, tiles_kv), strict=True)]
+            fixed = self._common(tiles, d_out) | {
+                "bias_strides": summed.stride(), "heads": p.heads_q, "tiles_q": tiles_q, "tiles_kv": tiles_kv,
+                "SLOPE": jit(slope_after(p.scores, place), "score"),
+                "OVER_B": over[0], "OVER_H": over[1], "OVER_Q": over[2], "OVER_K": over[3],
+            }  # fmt: skip
+            del fixed["SCORE_GRAD"]
+            self.launches[key] = Launch(grad_bias, (math.prod(grid),), fixed, num_warps=4, num_stages=1)
+        # fmt: off
+        self.launches[key](o.q, o.k, o.v, d_out, lse2, delta, summed, o.cu_seqlens_q, o.cu_seqlens_kv,
+                           self.modifiers.score_operands(o), self.modifiers.mask_operands(o))
+        # fmt: on
+        return summed.to(bias.dtype).reshape(bias.shape)
+
+
+def _grad_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """The sink's P is exp(sink - LSE), its dP is 0: dsink = -Σ P · delta. Heads are lse's last dimension but one."""
+    logits = sink.float()[:, None]
+    probs = torch.where(lse == -math.inf, 0.0, torch.exp(logits - lse))
+    each = torch.where(probs == 0.0, 0.0, probs * -delta)
+    return each.sum([dim for dim in range(each.dim()) if dim != each.dim() - 2]).to(sink.dtype)

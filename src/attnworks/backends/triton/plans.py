@@ -1,0 +1,133 @@
+"""Tiles, warps and pipeline depth of the Triton kernels, and the reasons for them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from attnworks.hardware import Hardware
+from attnworks.plan import Plan
+from attnworks.problem import Problem
+
+NAME = "triton"
+
+# Query rows for each KV head up to which reading the keys bounds the time: the heads of a group become rows of one
+# tile, and programs share the keys out among them.
+GROUPED_MAX_ROWS = 64
+SPLIT_MIN_KEYS = 512
+MAX_SPLITS = 128
+
+# Programs for each multiprocessor that a split should leave: two run at a time, and a few rounds even out.
+SPLIT_PROGRAMS_PER_UNIT = 4
+
+
+def block(dim: int) -> int:
+    """The power of two, at least 16, that a head dim is padded to on chip."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def few_rows(problem: Problem) -> bool:
+    """Whether the query heads of a group become rows of one tile."""
+    rows = problem.seq_q * problem.group
+    return problem.form == "decode" or (
+        problem.form == "dense" and rows <= GROUPED_MAX_ROWS and problem.seq_kv >= SPLIT_MIN_KEYS
+    )
+
+
+def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
+    """Forward plans, the preferred one first."""
+    if few_rows(problem):
+        return [_split_plan(problem, hardware)]
+    return [Plan(NAME, "q_outer", tile_q, tile_kv, warps=w, stages=s) for tile_q, tile_kv, w, s in _tiles(problem)]
+
+
+def _tiles(problem: Problem) -> list[tuple[int, int, int, int]]:
+    """(tile_q, tile_kv, warps, stages), the preferred one first.
+
+    H200, bf16, 16k tokens, against SDPA's FlashAttention-2 (docs/results): 64 x 64 with 4 warps and 3 stages was best
+    or within 3 % of it for head dims 64 and 128, causal or not (1.5-1.75 of FA2). Two such programs share a
+    multiprocessor, so that one's softmax runs beside the other's products; 128 x 128 with 8 warps, one program at a
+    time, was at 1.25-1.36. Tile pairs that need more registers than there are (255 a thread) lose most of that.
+    """
+    width = max(block(problem.head_dim), block(problem.head_dim_v))
+    if problem.dtype == torch.float32:  # products without tensor cores, whose operands live in registers
+        return [(32, 32, 4, 2)] if width <= 128 else [(16, 32, 4, 1)]
+    if width <= 128:
+        return [(64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2)]
+    if width <= 256:
+        return [(64, 64, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2)]
+    return [(32, 32, 8, 1), (16, 32, 8, 1)]
+
+
+def _split_plan(problem: Problem, hardware: Hardware) -> Plan:
+    """A tile of all rows of a KV head, and as many keys to a program as leave the card full."""
+    rows = max(problem.seq_q * problem.group, 1)
+    tile_q = min(max(16, 1 << (rows - 1).bit_length()), 64)
+    width = max(block(problem.head_dim), block(problem.head_dim_v))
+    wide = problem.dtype == torch.float32 or width > 256
+    tile_kv = 32 if wide else 64
+    programs = max(problem.batch * problem.heads_kv * math.ceil(rows / tile_q), 1)
+    wanted = max(1, SPLIT_PROGRAMS_PER_UNIT * max(hardware.units, 1) // programs)
+    splits = min(wanted, MAX_SPLITS, math.ceil(problem.seq_kv / SPLIT_MIN_KEYS))
+    split_kv = math.ceil(math.ceil(problem.seq_kv / max(splits, 1)) / tile_kv) * tile_kv
+    return Plan(NAME, "split_kv", tile_q, tile_kv, max(split_kv, tile_kv), warps=4, stages=1 if wide else 3)
+
+
+@dataclass(frozen=True)
+class BackwardTiles:
+    """Tiles of one backward kernel."""
+
+    tile_q: int
+    tile_kv: int
+    warps: int
+    stages: int
+
+
+def backward_tiles(problem: Problem) -> tuple[BackwardTiles, BackwardTiles]:
+    """(for dK and dV, for dQ): the first owns tile_kv keys and walks over tiles of queries, the second the reverse."""
+    width = max(block(problem.head_dim), block(problem.head_dim_v))
+    if problem.dtype == torch.float32:
+        small = BackwardTiles(16, 16, 4, 1) if width > 128 else BackwardTiles(32, 32, 4, 1)
+        return small, small
+    if width <= 64:
+        return BackwardTiles(64, 128, 8, 3), BackwardTiles(128, 64, 8, 3)
+    if width <= 128:
+        return BackwardTiles(64, 128, 8, 2), BackwardTiles(128, 64, 8, 2)
+    return BackwardTiles(32, 64, 8, 1), BackwardTiles(64, 32, 8, 1)
+
+
+def check(problem: Problem, plan: Plan) -> None:
+    """Raise ``ValueError`` naming the field of a caller's plan that cannot run the problem."""
+    if plan.schedule not in ("q_outer", "split_kv"):
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' or 'split_kv' on backend {NAME!r}")
+    if plan.isa:
+        raise ValueError(f"plan isa: was {plan.isa!r}, but backend {NAME!r} has no such choice")
+    for name in ("tile_q", "tile_kv"):
+        size = getattr(plan, name)
+        if size < 16 or size & (size - 1):
+            raise ValueError(f"plan {name}: was {size}, must be a power of two, at least 16")
+    if plan.warps not in (1, 2, 4, 8, 16):
+        raise ValueError(f"plan warps: was {plan.warps}, must be 1, 2, 4, 8 or 16")
+    if plan.stages < 1:
+        raise ValueError(f"plan stages: was {plan.stages}, must be >= 1")
+    if plan.schedule == "q_outer":
+        if problem.form == "decode":
+            raise ValueError("plan schedule: was 'q_outer', must be 'split_kv' for a cache")
+        if plan.split_kv:
+            raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule 'q_outer'")
+    else:
+        if problem.form == "varlen":
+            raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' for packed sequences")
+        if plan.split_kv < 1 or plan.split_kv % plan.tile_kv:
+            raise ValueError(f"plan split_kv: was {plan.split_kv}, must be a multiple of tile_kv = {plan.tile_kv}")
+
+
+def shared_bytes(problem: Problem, plan: Plan) -> int:
+    """Shared memory of a program: a tile of Q, and ``stages`` tiles of K and V."""
+    size = problem.element_size
+    d, d_v = block(problem.head_dim), block(problem.head_dim_v)
+    return (
+        plan.tile_q * d * size + plan.stages * plan.tile_kv * (d + d_v) * (problem.kv_dtype or problem.dtype).itemsize
+    )
