@@ -125,7 +125,6 @@ def grad_kv(
     start, full_start, full_end, stop = tile_ranges(
         0, rows_q, kv_tile * TILE_KV, last_key, -high, -low, TILE_Q, RIGHT, LEFT
     )
-    tiles = tile_map
     for member in range(group):
         head = kv_head * group + member
         wide_head = head.to(tl.int64)
@@ -140,6 +139,7 @@ def grad_kv(
                 run_start, run_stop = full_start, full_end
             else:
                 run_start, run_stop = full_end, stop
+            tiles = None
             if tile_map is not None:
                 tiles = tile_map[3] if run == 1 else tile_map[1]
                 run_start = start if run == 2 else run_start
@@ -395,7 +395,7 @@ def grad_bias(
                         visible = visible & MASK(b, head, at_q, at_k, keys_kv - rows_q, mask_operands)
                     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     grad_probs = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)
-                    _, grad_scores = probs_and_grad(
+                    _probs, grad_scores = probs_and_grad(
                         products, grad_probs, row_lse, row_delta, visible, b, head, at_q, at_k, keys_kv - rows_q, scale,
                         score_operands, True, SCORE, SLOPE,
                     )  # fmt: skip

@@ -12,7 +12,7 @@ from attnworks import tilemap
 from attnworks.backends import Launcher
 from attnworks.backends.triton.forward import combine, forward
 from attnworks.backends.triton.launch import Launch
-from attnworks.backends.triton.plans import block
+from attnworks.backends.triton.plans import block, register_limit
 from attnworks.backends.triton.user_code import jit
 from attnworks.expressions.source import operand_facts
 from attnworks.masks import UNLIMITED, Bounds
@@ -125,12 +125,13 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
         "scale": p.scale, "split_kv": plan.split_kv, **edges,
         "TILE_Q": plan.tile_q, "TILE_KV": plan.tile_kv, **dims(p), "GROUPED": grouped, "PAGE": p.page_size,
         "WIDE": (plan.tile_kv - 1) * max(abs(p.k_strides[2]), abs(p.v_strides[2])) >= 2**31,
-        "TAIL": not even, "SPLITS": splits > 1, "FOLDED": folded,
+        "EQUAL_ROWS": p.k_strides[2] == p.v_strides[2], "TAIL": not even, "SPLITS": splits > 1, "FOLDED": folded,
         "SCORE": modifiers.score, "MASK": modifiers.mask, "PRECISION": PRECISION,
     }  # fmt: skip
     launch = Launch(
-        forward, (row_tiles * heads * sequences, splits), fixed, num_warps=plan.warps, num_stages=plan.stages
-    )
+        forward, (row_tiles * heads * sequences, splits), fixed, num_warps=plan.warps, num_stages=plan.stages,
+        **register_limit(p, plan),
+    )  # fmt: skip
     merge = _merge(p, splits, out_strides, lse_strides, (out_size, lse_size)) if splits > 1 else None
     dtype, return_lse, device = p.dtype, p.return_lse, torch.device(p.device)
 

@@ -35,13 +35,14 @@ def forward(
     batch, heads, group, seq_q, seq_kv, total_q, scale, low_bottom, high_bottom, low_top, high_top, split_kv,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, GROUPED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
+    EQUAL_ROWS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of one tile of rows. Grid: (row tiles · heads · batch, splits); packed sequences have one batch entry
     more, for the rows after the last sequence. ``heads``: of KV if GROUPED, else of Q. Strides are (batch, head, row).
-    ``scale`` multiplies Q Kᵀ; if FOLDED it is > 0 and there are no score modifiers. Without TAIL the keys end on a
-    tile's edge."""
+    EQUAL_ROWS: rows of K and V are equally far apart. ``scale`` multiplies Q Kᵀ; if FOLDED it is > 0 and there are no
+    score modifiers. Without TAIL the keys end on a tile's edge."""
     row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
     program = tl.program_id(0)
     # Later rows see more keys under a causal mask: they go first, so that no long task is left for the end.
@@ -117,7 +118,7 @@ def forward(
             acc, running_sum, running_max = attend(
                 acc, running_sum, running_max, q_tile, k_head, v_head, table, tiles, run_start, run_stop,
                 b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
-                k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE,
+                k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS,
                 LEFT, RIGHT, run != 1, FOLDED, SCORE, MASK, PRECISION,
             )  # fmt: skip
 
@@ -140,11 +141,13 @@ def attend(
     acc, running_sum, running_max, q, k_head, v_head, table, tiles, first_tile, last_tile,
     b, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides, v_strides,
     TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over KV tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one)."""
+    k_row = k_strides[2]
+    v_row = k_row if EQUAL_ROWS else v_strides[2]  # one set of offsets for both saves registers
     for index in range(first_tile, last_tile):
         tile = index if tiles is None else tl.load(tiles + index)
         start = tile * TILE_KV
@@ -153,19 +156,19 @@ def attend(
         present = keys < seq_kv
         if PAGE == 0:
             # One 64-bit offset for the tile; those within it stay the same from tile to tile.
-            k_tile, v_tile = k_head + start.to(tl.int64) * k_strides[2], v_head + start.to(tl.int64) * v_strides[2]
-            k_offsets, v_offsets = offsets_of(lanes, k_strides[2], WIDE), offsets_of(lanes, v_strides[2], WIDE)
+            k_tile, v_tile = k_head + start.to(tl.int64) * k_row, v_head + start.to(tl.int64) * v_row
+            k_offsets, v_offsets = offsets_of(lanes, k_row, WIDE), offsets_of(lanes, v_row, WIDE)
         else:
             if PAGE % TILE_KV == 0:  # the tile lies in one page: one entry of the table, and the tile does begin
                 page = tl.load(table + start // PAGE).to(tl.int64)
-                k_tile = k_head + page * k_strides[0] + (start % PAGE).to(tl.int64) * k_strides[2]
-                v_tile = v_head + page * v_strides[0] + (start % PAGE).to(tl.int64) * v_strides[2]
-                k_offsets, v_offsets = offsets_of(lanes, k_strides[2], WIDE), offsets_of(lanes, v_strides[2], WIDE)
+                k_tile = k_head + page * k_strides[0] + (start % PAGE).to(tl.int64) * k_row
+                v_tile = v_head + page * v_strides[0] + (start % PAGE).to(tl.int64) * v_row
+                k_offsets, v_offsets = offsets_of(lanes, k_row, WIDE), offsets_of(lanes, v_row, WIDE)
             else:
                 pages = tl.load(table + keys // PAGE, mask=present, other=0).to(tl.int64)
                 k_tile, v_tile = k_head, v_head
-                k_offsets = pages * k_strides[0] + (keys % PAGE).to(tl.int64) * k_strides[2]
-                v_offsets = pages * v_strides[0] + (keys % PAGE).to(tl.int64) * v_strides[2]
+                k_offsets = pages * k_strides[0] + (keys % PAGE).to(tl.int64) * k_row
+                v_offsets = pages * v_strides[0] + (keys % PAGE).to(tl.int64) * v_row
         k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, MASKED).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if not FOLDED:

@@ -2,8 +2,8 @@
 
 Triton's own ``kernel[grid](...)`` looks at every argument of every launch to find the compiled variant. All it would
 look at is settled by the Problem, but for one thing: whether pointers are aligned to 16 bytes. So a ``Launch`` keeps
-the compiled kernel for each pattern of alignment and hands its arguments straight to the driver. Triton's interpreter,
-which runs kernels on a CPU, has no compiled kernel, and always takes Triton's own way.
+the compiled kernel for each pattern of alignment and hands its arguments straight to the driver, pointers as numbers.
+Triton's interpreter, which runs kernels on a CPU, has no compiled kernel, and always takes Triton's own way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Launch:
     """One kernel with everything fixed but the tensors.
 
     ``kernel``: the jitted function; ``grid``: up to three sizes; ``fixed``: its other arguments by name, ``options``:
-    ``num_warps``, ``num_stages``. Called with the tensors by position, which come first in the kernel's signature.
+    ``num_warps``, ``num_stages``. Called with what varies, by position, first in the kernel's signature: tensors, None,
+    or tuples of tensors and numbers.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], fixed: dict[str, Any], **options: int) -> None:
@@ -31,34 +32,41 @@ class Launch:
         self.empty = 0 in grid
         self.compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
-    def __call__(self, *tensors: Any) -> None:
+    def __call__(self, *varying: Any) -> None:
         if self.empty:
             return
         if INTERPRETED:
-            self.kernel[self.grid](*tensors, **self.fixed, **self.options)
+            self.kernel[self.grid](*varying, **self.fixed, **self.options)
             return
-        first = tensors[0]
-        device = first.device.index
+        device = varying[0].device.index
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):  # kernels launch on the current device, whatever their tensors' is
-                self(*tensors)
+                self(*varying)
             return
-        key = (device, *(_alignment(x) for x in tensors))
+        seen: list[Any] = [device]
+        arguments = [_argument(value, seen) for value in varying]
+        key = tuple(seen)
         found = self.compiled.get(key)
         if found is None:
-            compiled = self.kernel[self.grid](*tensors, **self.fixed, **self.options)
-            names = self.kernel.arg_names[len(tensors) :]
+            compiled = self.kernel[self.grid](*varying, **self.fixed, **self.options)
+            names = self.kernel.arg_names[len(varying) :]
             self.compiled[key] = compiled, tuple(self.fixed[name] for name in names)
             return
         compiled, rest = found
-        stream = torch.cuda.current_stream(device).cuda_stream
-        compiled.run(*self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *tensors, *rest)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        metadata = compiled.packed_metadata
+        compiled.run(*self.grid, stream, compiled.function, metadata, None, None, None, *arguments, *rest)
 
 
-def _alignment(value: Any) -> Any:
-    """What Triton's specialisation depends on."""
+def _argument(value: Any, seen: list[Any]) -> Any:
+    """``value`` as the driver wants it; what Triton's specialisation depends on is added to ``seen``."""
     if isinstance(value, Tensor):
-        return value.data_ptr() % 16 == 0
-    if isinstance(value, int):
-        return value == 1, value % 16 == 0, value.bit_length() > 31
-    return tuple(map(_alignment, value)) if isinstance(value, tuple) else value is None
+        pointer = value.data_ptr()
+        seen.append(pointer % 16 == 0)
+        return pointer
+    if isinstance(value, tuple):
+        seen.append(len(value))
+        return tuple([_argument(part, seen) for part in value])
+    # None, or a number, which is specialised by being 1, a multiple of 16, or more than 31 bits long.
+    seen.append(None if value is None else (value == 1, value % 16 == 0, value.bit_length() > 31))
+    return value
