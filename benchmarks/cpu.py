@@ -32,7 +32,7 @@ from attnworks.workbench import ceilings, environment
 from attnworks.workbench.bench import Protocol, Result, measure
 from attnworks.workbench.providers import by_name, describe, label
 from attnworks.workbench.statistics import Ratio
-from cpu_rows import Row, markdown, print_section
+from rows import Row, markdown, print_section
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_DIMS = (64, 128)
@@ -350,7 +350,7 @@ def main() -> int:
             print_section(section)
     header["seconds"] = round(time.perf_counter() - started)
     if arguments.markdown:
-        arguments.markdown.write_text(markdown(rows, header), encoding="utf-8")
+        arguments.markdown.write_text(markdown(rows, *_title(header)), encoding="utf-8")
     failed = sum(row.passed is False for row in rows)
     if arguments.json:
         print(json.dumps(header | {"rows": [asdict(row) for row in rows]}, indent=2))
@@ -359,6 +359,16 @@ def main() -> int:
         native = "" if not ceilings.native_missing() else "; the native extension is not built"
         print(f"\n{barred - failed} of {barred} bars hold; {header['seconds']} s{native}")
     return 1 if failed else 0
+
+
+def _title(header: dict[str, Any]) -> tuple[str, str]:
+    machine = header["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
+    return f"CPU bars, {header['when']}", (
+        f"{machine['name']}, {header['threads']} threads, kernels {machine['isas'][0] if machine['isas'] else 'none'}; "
+        f"{versions}; commit {header['commit']}. Ratios are how many times as fast attnworks is: medians of "
+        "interleaved runs, with a 99 % interval (`benchmarks/cpu.py`, protocol in `docs/benchmarking.md`)."
+    )
 
 
 if __name__ == "__main__":

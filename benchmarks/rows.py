@@ -1,9 +1,8 @@
-"""The rows that cpu.py prints: as a table for the terminal and as Markdown."""
+"""The rows that cpu.py and gpu.py print: as a table for the terminal and as Markdown."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -36,16 +35,8 @@ def print_section(rows: list[Row]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
 
 
-def markdown(rows: list[Row], header: dict[str, Any]) -> str:
-    machine = header["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
-    text = [
-        f"# CPU bars, {header['when']}",
-        "",
-        f"{machine['name']}, {header['threads']} threads, kernels {machine['isas'][0] if machine['isas'] else 'none'}; "
-        f"{versions}; commit {header['commit']}. Ratios are how many times as fast attnworks is: medians of "
-        "interleaved runs, with a 99 % interval (`benchmarks/cpu.py`, protocol in `docs/benchmarking.md`).",
-    ]
+def markdown(rows: list[Row], title: str, introduction: str) -> str:
+    text = [f"# {title}", "", introduction]
     for section in dict.fromkeys(row.section for row in rows):
         text += [
             "",
