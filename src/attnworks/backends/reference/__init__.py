@@ -53,11 +53,13 @@ def check_plan(problem: Problem, plan: Plan) -> None:
             raise ValueError(f"plan {name}: was {size}, must be 0 for schedule {plan.schedule!r}, which has no tiles")
         if plan.schedule in TILED and not size:
             raise ValueError(f"plan {name}: was 0, must be >= 1 for schedule {plan.schedule!r}")
-    if plan.schedule in TILED and problem.differentiable and any(t.kind == "function" for t in problem.scores):
-        raise ValueError(
-            f"plan schedule: was {plan.schedule!r}, must be one of {WRITTEN_OUT} for a score function in a "
-            "differentiable call: the tiled backward does not know its derivative"
-        )
+    if plan.schedule in TILED and problem.differentiable:
+        for term in problem.scores:
+            if term.function is not None:
+                raise ValueError(
+                    f"plan schedule: was {plan.schedule!r}, must be one of {WRITTEN_OUT} for score function "
+                    f"{term.name}: the tiled backward does not know its derivative ({term.why_not})"
+                )
 
 
 def resources(problem: Problem, plan: Plan) -> dict[str, int]:
