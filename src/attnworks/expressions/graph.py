@@ -201,8 +201,8 @@ class Builder:
             return self.unary("sqrt", a)
         if exponent % 1 != 0:
             raise NotTraced(f"uses ** {exponent!r}: exponents are integers or 0.5")
-        if abs(exponent) > 16 or (exponent < 0 and self.kind(a) != "float"):
-            raise NotTraced(f"uses ** {exponent!r}: exponents lie in 0..16, of floats in -16..16")
+        if not 1 <= abs(exponent) <= 16 or (exponent < 0 and self.kind(a) != "float"):
+            raise NotTraced(f"uses ** {exponent!r}: exponents lie in 1..16, of floats also in -16..-1")
         if isinstance(exponent, float) or self.kind(a) == "bool":
             a = self.cast(a, "float" if isinstance(exponent, float) else "int")
         result, square, left = None, a, abs(int(exponent))
@@ -211,10 +211,8 @@ class Builder:
                 result = square if result is None else self.binary("mul", result, square)
             left >>= 1
             square = self.binary("mul", square, square) if left else square
-        one = self.const(1.0 if self.kind(a) == "float" else 1)
-        if result is None:
-            return one
-        return self.binary("div", one, result) if exponent < 0 else result
+        assert result is not None, "the exponent is not 0"
+        return self.binary("div", self.const(1.0), result) if exponent < 0 else result
 
     def finish(self, root: int, operands: tuple[OperandSpec, ...]) -> Expression:
         """The expression of ``root``: only what it needs, numbered in the order of its own reading."""
