@@ -207,7 +207,7 @@ def describe(spec: MaskSpec) -> str:
 
 def _describe_term(term: MaskTerm) -> str:
     if isinstance(term, Predicate):
-        return f"predicate {term.name}"
+        return f"predicate {term.name}" + (f" (not traced: {term.why_not})" if term.why_not else "")
     if isinstance(term, DenseMask):
         return f"boolean tensor {term.operand.shape}"
     suffix = "" if term.align == "bottom-right" else f" {term.align}"
