@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 Kind = Literal["bool", "int", "float"]
-KINDS: tuple[Kind, ...] = ("bool", "int", "float")
 
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 BITWISE = {"and": "&", "or": "|", "xor": "^"}
@@ -115,6 +114,11 @@ class Expression:
 _KNOWN: WeakValueDictionary[tuple[tuple[Node, ...], tuple[OperandSpec, ...]], Expression] = WeakValueDictionary()
 
 
+def highest(*kinds: Kind) -> Kind:
+    """What torch makes of values of these kinds."""
+    return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
+
+
 class Builder:
     """Appends nodes, giving each its kind by torch's rules; an operation that is there already is found, not added."""
 
@@ -147,7 +151,7 @@ class Builder:
 
     def _joined(self, *places: int) -> tuple[int, ...]:
         """The values, bools raised to the highest kind among them; torch, Triton and C mix ints and floats alike."""
-        kind = max((self.kind(place) for place in places), key=KINDS.index)
+        kind = highest(*map(self.kind, places))
         return tuple(self.cast(place, kind) if self.kind(place) == "bool" else place for place in places)
 
     def binary(self, op: str, a: int, b: int) -> int:
@@ -165,7 +169,7 @@ class Builder:
         a, b = self._joined(a, b)
         if op in COMPARISONS:
             return self.add(op, "bool", (a, b))
-        kind = "float" if op == "div" else max(self.kind(a), self.kind(b), key=KINDS.index)
+        kind = "float" if op == "div" else highest(self.kind(a), self.kind(b))
         return self.add(op, kind, (a, b))
 
     def unary(self, op: str, a: int) -> int:
@@ -184,11 +188,11 @@ class Builder:
         if self.kind(condition) != "bool":
             raise NotTraced("uses torch.where with a condition that is no bool")
         a, b = self._joined(a, b)
-        return self.add("where", max(self.kind(a), self.kind(b), key=KINDS.index), (condition, a, b))
+        return self.add("where", highest(self.kind(a), self.kind(b)), (condition, a, b))
 
     def extreme(self, op: str, a: int, b: int) -> int:
         """minimum or maximum, both arguments of one kind."""
-        kind = max(self.kind(a), self.kind(b), key=KINDS.index)
+        kind = highest(self.kind(a), self.kind(b))
         if kind == "bool":
             raise NotTraced(f"uses torch.{op} on bools: use & or |")
         return self.add(op, kind, (self.cast(a, kind), self.cast(b, kind)))
