@@ -234,6 +234,16 @@ def test_odd_tensors_are_refused():
         assert why in trace(lambda b, h, q, k, t=tensor: t[k] == 1, MASK_INPUTS).why_not
 
 
+def test_changing_a_score_in_place_is_refused():
+    def scaled(s, b, h, q, k):
+        s.mul_(2)
+        return s
+
+    assert trace(scaled, SCORE_INPUTS).why_not == "changes s in place by mul_"
+    assert "changes s in place by relu_" in trace(lambda s, b, h, q, k: torch.relu_(s), SCORE_INPUTS).why_not
+    assert trace(lambda s, b, h, q, k: torch.add(s, s, out=s), SCORE_INPUTS).expression is None
+
+
 def test_a_score_returns_a_float():
     assert "returns bool, must return float" in trace(lambda s, b, h, q, k: s > 0, SCORE_INPUTS).why_not
 

@@ -127,9 +127,8 @@ def build(
         counts = _count(spec, operands, sizes, units, tiles)
         pairs += counts.sum()
         state = (counts > 0).to(torch.uint8)
-        inside = (tiles + 1) * tile_kv <= seq_kv
         rows = (seq_q - units % sizes.tiles_q * tile_q).clamp_max(tile_q)
-        state += (counts == rows[:, None] * tile_kv) & inside & (counts > 0)
+        state += counts == rows[:, None] * tile_kv  # never so where keys of the tile lie past seq_kv
         for kind, found in parts.items():
             unit, tile = (state == kind).nonzero(as_tuple=True)
             found.append((units[unit], tiles[tile]))
