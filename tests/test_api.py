@@ -292,6 +292,72 @@ def test_prepared_calls_keep_no_tensor_and_no_user_function_alive():
     assert [reference() for reference in references] == [None, None, None]
 
 
+def test_functions_that_say_the_same_share_a_prepared_call_but_not_what_they_captured():
+    prepared.CALLS.clear()
+    q = randn(1, 2, 6, 8)
+    documents = torch.tensor([[[0, 0, 0, 1, 1, 1]], [[0, 0, 1, 1, 2, 2]]])
+    for doc in documents:
+        found = attention(q, q, q, mask=Causal() & (lambda b, h, i, j, doc=doc: doc[b, i] == doc[b, j]))
+        expected = dense_oracle(q, q, q, lambda i, j, doc=doc: j <= i and bool(doc[0, i] == doc[0, j]))
+        assert_close(found, expected[0])
+    for factor in (1.0, -2.0):
+        slope = torch.tensor(factor)
+        found = attention(q, q, q, scores=(lambda s, b, h, i, j, slope=slope: s * slope,))
+        assert_close(found, dense_oracle(q, q, q, scale=factor / math.sqrt(8))[0])
+    assert len(prepared.CALLS) == 2
+
+
+def test_a_changed_closure_or_tensor_is_seen_by_the_next_call():
+    q, window, doc = randn(1, 1, 6, 8), 1, torch.zeros(1, 6)
+
+    def mask(b, h, i, j):
+        return ((i - j).abs() <= window) & (doc[b, i] == doc[b, j])
+
+    def expect(visible):
+        assert_close(attention(q, q, q, mask=mask), dense_oracle(q, q, q, visible)[0])
+
+    expect(lambda i, j: abs(i - j) <= 1)
+    window = 3
+    expect(lambda i, j: abs(i - j) <= 3)
+    doc[0, 3:] = 1
+    expect(lambda i, j: abs(i - j) <= 3 and (i < 3) == (j < 3))
+    doc = torch.zeros(1, 6)
+    expect(lambda i, j: abs(i - j) <= 3)
+
+
+def test_a_function_that_cannot_be_traced_is_called_as_before():
+    prepared.CALLS.clear()
+    q = randn(1, 1, 6, 8)
+    found = attention(q, q, q, mask=lambda b, h, i, j: j <= i if len(i.shape) == 4 and i.numel() else j < 0)
+    assert_close(found, dense_oracle(q, q, q, causal(6, 6))[0])
+    mapped = attention(q, q, q, mask=lambda b, h, i, j: torch.vmap(lambda row: row >= j[0, 0, 0])(i[0, 0, :, 0]))
+    assert_close(mapped, dense_oracle(q, q, q, causal(6, 6))[0])
+    assert not prepared.CALLS
+
+
+def test_a_captured_tensor_on_another_device_is_named():
+    q, table = randn(1, 1, 6, 8), torch.zeros(6, device="meta")
+
+    def by_table(b, h, i, j):
+        return table[i] == 0
+
+    with pytest.raises(ValueError, match=r"^mask: a tensor captured by by_table: was on meta, must be on cpu like q"):
+        attention(q, q, q, mask=by_table)
+    with pytest.raises(ValueError, match=r"^scores: a tensor captured by <lambda>: was on meta"):
+        attention(q, q, q, scores=(lambda s, b, h, i, j: s + table[j],))
+
+
+def test_gradients_reach_what_a_function_captured():
+    q = randn(1, 2, 3, 4).double()
+    for needs in ((True, False), (False, True), (True, True)):
+        table, scale = randn(2, 3).double().requires_grad_(needs[0]), randn(2).double().requires_grad_(needs[1])
+
+        def call(table, scale):
+            return attention(q, q, q, mask=Causal(), scores=(lambda s, b, h, i, j: s * scale[h] + table[h, j],))
+
+        assert torch.autograd.gradcheck(call, (table, scale))
+
+
 def test_memory_does_not_grow_from_call_to_call(backend):
     """Objects alive after a thousand calls are those alive after a hundred; freed results leave no tensor behind."""
     q = randn(1, 2, 9, 8)

@@ -15,7 +15,7 @@ from attnworks.workbench.cli import main
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     *("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md"),
-    *("docs/README.md", "docs/benchmarking.md", "docs/verify.md"),
+    *("docs/README.md", "docs/benchmarking.md", "docs/masks.md", "docs/verify.md"),
 ]
 CODE = re.compile(r"`([^`\n]+)`|```\w*\n(.*?)```", re.DOTALL)
 PATH = re.compile(r"\.?[\w][\w./-]*(/|\.(py|md|toml|txt|h|cpp|yaml|sh|json))[\w./]*")
@@ -84,6 +84,15 @@ def test_the_readmes_example_prints_what_it_says():
     with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings():
         warnings.simplefilter("error")
         exec(code, {})
+    assert out.getvalue() == printed
+
+
+@pytest.mark.skipif(not cpu.isas(), reason="the example asks the native backend why it refuses")
+def test_the_example_of_masks_runs_and_prints_what_it_says():
+    blocks = re.findall(r"```python\n(.*?)```", text("docs/masks.md"), re.DOTALL)
+    (printed,) = re.findall(r"```text\n(.*?)```", text("docs/masks.md"), re.DOTALL)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec("".join(blocks), {})
     assert out.getvalue() == printed
 
 

@@ -234,6 +234,16 @@ def test_odd_tensors_are_refused():
         assert why in trace(lambda b, h, q, k, t=tensor: t[k] == 1, MASK_INPUTS).why_not
 
 
+def test_changing_a_score_in_place_is_refused():
+    def scaled(s, b, h, q, k):
+        s.mul_(2)
+        return s
+
+    assert trace(scaled, SCORE_INPUTS).why_not == "changes s in place by mul_"
+    assert "changes s in place by relu_" in trace(lambda s, b, h, q, k: torch.relu_(s), SCORE_INPUTS).why_not
+    assert trace(lambda s, b, h, q, k: torch.add(s, s, out=s), SCORE_INPUTS).expression is None
+
+
 def test_a_score_returns_a_float():
     assert "returns bool, must return float" in trace(lambda s, b, h, q, k: s > 0, SCORE_INPUTS).why_not
 
@@ -371,16 +381,18 @@ def test_nothing_outlives_a_function():
 
 def test_the_triton_text_reads_like_a_function():
     assert to_source(mask_of(cases.document).expression, "triton") == (
-        "def mask(b, h, q, k, operands):\n"
-        "    x0 = tl.load(operands[0] + tl.minimum(b, 1) * 18 + tl.minimum(q, 17))\n"
-        "    x1 = tl.load(operands[0] + tl.minimum(b, 1) * 18 + tl.minimum(k, 17))\n"
+        "def mask(b, h, q, k, shift, operands):\n"
+        "    x0 = tl.load(operands[0]"
+        " + tl.minimum(b, operands[1] - 1) * operands[2] + tl.minimum(q, operands[3] - 1))\n"
+        "    x1 = tl.load(operands[0]"
+        " + tl.minimum(b, operands[1] - 1) * operands[2] + tl.minimum(k, operands[3] - 1))\n"
         "    return (q >= k) & (x0 == x1)\n"
     )
 
 
 def test_the_cuda_text_reads_like_a_function():
     assert to_source(score_of(cases.alibi).expression, "cuda", "user_score") == (
-        "__device__ __forceinline__ float user_score(float s, int b, int h, int q, int k,"
+        "__device__ __forceinline__ float user_score(float s, int b, int h, int q, int k, int shift,"
         " const __nv_bfloat16* operand0) {\n"
         "    const auto x0 = static_cast<float>(operand0[minimum(h, 2)]);\n"
         "    return s - (x0 * abs(q - k));\n"

@@ -48,6 +48,43 @@ def test_and_takes_a_mask_on_either_side():
     assert masks.split(Causal() & even) == masks.split(even & Causal())
 
 
+def test_predicates_that_say_the_same_are_equal_and_hold_no_function():
+    doc = torch.zeros(2, 9, dtype=torch.int32)
+
+    def document(b, h, q, k):
+        return doc[b, q] == doc[b, k]
+
+    spec, operands = masks.split(Causal() & document)
+    again, _ = masks.split(Causal() & (lambda b, h, i, j: doc[b, i] == doc[b, j]))
+    assert spec == again
+    assert hash(spec) == hash(again)
+    assert operands == (doc,)
+    assert spec[1].function is None
+    assert masks.split(Causal() & (lambda b, h, q, k: doc[b, q] == doc[b, q]))[0] != spec
+
+
+def test_a_predicates_operands_are_found_among_the_masks():
+    tensor, first, second = torch.ones(9, 9, dtype=torch.bool), torch.zeros(2, 9), torch.ones(2, 9)
+    spec, operands = masks.split(
+        masks.AllOf((tensor, lambda b, h, q, k: first[b, q] == second[b, k], lambda b, h, q, k: second[b, q] > 0))
+    )
+    assert spec[0].operand.index == 0
+    assert [len(term.own(operands)) for term in spec[1:]] == [2, 1]
+    assert spec[1].own(operands)[0] is first
+    assert spec[2].own(operands)[0] is second
+
+
+def test_a_predicate_that_cannot_be_traced_is_its_function_and_says_why():
+    def branching(b, h, q, k):
+        return q >= k if len(k) else k < q
+
+    (term,), operands = masks.split(branching)
+    assert (term.function, term.expression, operands) == (branching, None, ())
+    assert "needs a Python number for k" in term.why_not
+    assert masks.split(branching) == masks.split(branching)
+    assert masks.split(branching) != masks.split(lambda b, h, q, k: q >= k if len(k) else k < q)
+
+
 def test_masks_are_described_in_words():
     for mask, words in (
         (None, "none"),

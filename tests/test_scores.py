@@ -27,6 +27,21 @@ def test_specs_are_hashable_and_hold_no_tensor():
     assert spec == again
 
 
+def test_functions_that_say_the_same_are_equal_and_their_tensors_are_operands():
+    bias, table = torch.zeros(3, 4), torch.zeros(5)
+    spec, operands = scores.split((Bias(bias), lambda s, b, h, q, k: s + table[h], Softcap(2.0)))
+    again, _ = scores.split((Bias(bias), lambda x, b, head, i, j: x + table[head], Softcap(2.0)))
+    assert spec == again
+    assert hash(spec) == hash(again)
+    assert spec != scores.split((Bias(bias), lambda s, b, h, q, k: s - table[h], Softcap(2.0)))[0]
+    assert spec[1].function is None
+    assert operands[1] is spec[1].own(operands)[0] is table
+    assert not spec[1].expression.operands_require_grad
+    (term,), _ = scores.split((lambda s, b, h, q, k: s if len(s) else s + 1,))
+    assert term.function is not None
+    assert "needs a Python number for s" in term.why_not
+
+
 @pytest.mark.parametrize("cap", [0, -1, math.inf, math.nan, "50", None])
 def test_a_cap_is_finite_and_positive(cap):
     with pytest.raises(ValueError, match=r"Softcap cap: was .*, must be a finite number > 0"):

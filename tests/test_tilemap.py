@@ -22,6 +22,8 @@ MASKS = {
     "causal": (Causal(), lambda b, h, i, j: j <= i + 13),
     "top-left": (Causal("top-left"), lambda b, h, i, j: j <= i),
     "window": (Window(5, 2), lambda b, h, i, j: i + 13 - 5 <= j <= i + 13 + 2),
+    # The bounds' ends are a tile's last and first key.
+    "window of tiles": (Window(6, 4), lambda b, h, i, j: i + 13 - 6 <= j <= i + 13 + 4),
     "two alignments": (
         Causal() & Window(10, None, "top-left"),
         lambda b, h, i, j: j <= i + 13 and j >= i - 10,
@@ -109,10 +111,10 @@ def test_blocks_are_bounded_and_bounds_leave_hidden_tiles_out():
     """A window over 32k keys: 256 rows of tiles, of which each evaluates its own few and no block exceeds the bound."""
     spec, _ = masks.split(Window(100, 0))
     sizes = tilemap._Sizes(1, 1, 2**15, 2**15, 128, 128)
-    blocks = [(units.numel(), tiles.numel()) for units, tiles in tilemap._blocks(spec, sizes, torch.device("cpu"))]
+    blocks = [(len(units), len(tiles)) for units, tiles in tilemap._blocks(spec, sizes)]
     assert len(blocks) == 256
     assert max(tiles for _, tiles in blocks) <= 2
-    whole = [(u.numel(), t.numel()) for u, t in tilemap._blocks((), sizes, torch.device("cpu"))]
+    whole = [(len(units), len(tiles)) for units, tiles in tilemap._blocks((), sizes)]
     assert max(u * t for u, t in whole) * 128 * 128 <= tilemap.BLOCK
     assert sum(u * t for u, t in whole) == 256 * 256
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -159,9 +160,11 @@ def split(mask: object) -> tuple[MaskSpec, tuple[Tensor, ...]]:
             operands.append(part)
         elif callable(part) and not isinstance(part, type):
             traced = trace(part, MASK_INPUTS)
-            function = part if traced.expression is None else None
-            others.append(Predicate(function, traced.expression, len(operands), name_of(part), traced.why_not))
-            operands += traced.operands
+            if traced.expression is None:
+                others.append(Predicate(part, name=name_of(part), why_not=traced.why_not))
+            else:
+                others.append(_traced(traced.expression, len(operands), name_of(part)))
+                operands += traced.operands
         else:
             raise TypeError(
                 f"mask: was {part!r}, must be None, Causal(), Window(), a boolean tensor, a function (b, h, q, k), "
@@ -176,6 +179,11 @@ def _flatten(mask: object) -> list[object]:
     if isinstance(mask, AllOf):
         return [leaf for part in mask.parts for leaf in _flatten(part)]
     return [mask]
+
+
+@lru_cache(maxsize=1024)
+def _traced(expression: Expression, first: int, name: str) -> Predicate:
+    return Predicate(None, expression, first, name)
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -207,7 +215,7 @@ def describe(spec: MaskSpec) -> str:
 
 def _describe_term(term: MaskTerm) -> str:
     if isinstance(term, Predicate):
-        return f"predicate {term.name}"
+        return f"predicate {term.name}" + (f" (not traced: {term.why_not})" if term.why_not else "")
     if isinstance(term, DenseMask):
         return f"boolean tensor {term.operand.shape}"
     suffix = "" if term.align == "bottom-right" else f" {term.align}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 from torch import Tensor
@@ -106,17 +107,11 @@ def split(scores: object) -> tuple[ScoreSpec, tuple[Tensor, ...]]:
             operands.append(tensor)
         elif callable(score) and not isinstance(score, type):
             traced = trace(score, SCORE_INPUTS)
-            terms.append(
-                ScoreTerm(
-                    "function",
-                    function=score if traced.expression is None else None,
-                    expression=traced.expression,
-                    first=len(operands),
-                    name=name_of(score),
-                    why_not=traced.why_not,
-                )
-            )
-            operands += traced.operands
+            if traced.expression is None:
+                terms.append(ScoreTerm("function", function=score, name=name_of(score), why_not=traced.why_not))
+            else:
+                terms.append(_traced(traced.expression, len(operands), name_of(score)))
+                operands += traced.operands
         else:
             raise TypeError(
                 f"scores: held {score!r}, must hold Softcap, ALiBi, Bias, Sink or functions (s, b, h, q, k)"
@@ -124,6 +119,11 @@ def split(scores: object) -> tuple[ScoreSpec, tuple[Tensor, ...]]:
     if sum(term.kind == "sink" for term in terms) > 1:
         raise ValueError("scores: held more than one Sink, must hold at most one")
     return tuple(terms), tuple(operands)
+
+
+@lru_cache(maxsize=1024)
+def _traced(expression: Expression, first: int, name: str) -> ScoreTerm:
+    return ScoreTerm("function", expression=expression, first=first, name=name)
 
 
 def _operand_of(score: ALiBi | Bias | Sink) -> tuple[ScoreKind, str, Tensor]:

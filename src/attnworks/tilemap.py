@@ -112,7 +112,7 @@ def build(
 ) -> TileMap:
     """The tile map of a dense problem's mask, its lists on ``device``.
 
-    Scratch is about 64 MB however long the sequences are. On a GPU it waits for the device, whose counts it reads.
+    Scratch is about 64 MB and a byte for each tile. On a GPU it waits for the device, whose counts it reads.
     Raises ``ValueError`` for a predicate that was not traced.
     """
     for term in spec:
@@ -121,20 +121,18 @@ def build(
     device = torch.device(device)
     batch, heads = _depends(spec, operands, batch, heads)
     sizes = _Sizes(batch, heads, seq_q, seq_kv, tile_q, tile_kv)
-    parts: dict[int, list[tuple[Tensor, Tensor]]] = {_PARTIAL: [], _FULL: []}
+    states = torch.zeros(batch * heads * sizes.tiles_q, sizes.tiles_kv, dtype=torch.uint8, device=device)
     pairs = torch.zeros((), dtype=torch.int64, device=device)
-    for units, tiles in _blocks(spec, sizes, device):
-        counts = _count(spec, operands, sizes, units, tiles)
+    for units, tiles in _blocks(spec, sizes):
+        at_units, at_tiles = (torch.arange(x.start, x.stop, device=device) for x in (units, tiles))
+        counts = _count(spec, operands, sizes, at_units, at_tiles)
         pairs += counts.sum()
-        state = (counts > 0).to(torch.uint8)
-        inside = (tiles + 1) * tile_kv <= seq_kv
-        rows = (seq_q - units % sizes.tiles_q * tile_q).clamp_max(tile_q)
-        state += (counts == rows[:, None] * tile_kv) & inside & (counts > 0)
-        for kind, found in parts.items():
-            unit, tile = (state == kind).nonzero(as_tuple=True)
-            found.append((units[unit], tiles[tile]))
-    partial, full = (_lists(found, batch * heads * sizes.tiles_q, device) for found in parts.values())
-    return TileMap(batch, heads, seq_q, seq_kv, tile_q, tile_kv, partial, full, int(pairs))
+        rows = (seq_q - at_units % sizes.tiles_q * tile_q).clamp_max(tile_q)
+        full = counts == rows[:, None] * tile_kv  # never so where keys of the tile lie past seq_kv
+        states[units.start : units.stop, tiles.start : tiles.stop] = (counts > 0).to(torch.uint8) + full
+    partial, shown = ((states == kind).nonzero(as_tuple=True) for kind in (_PARTIAL, _FULL))
+    lists = [_compress(row, tile, states.shape[0]) for row, tile in (partial, shown)]
+    return TileMap(batch, heads, seq_q, seq_kv, tile_q, tile_kv, lists[0], lists[1], int(pairs))
 
 
 _PARTIAL, _FULL = 1, 2  # states of a tile; 0 is hidden
@@ -172,11 +170,10 @@ def _depends(spec: MaskSpec, operands: tuple[Tensor, ...], batch: int, heads: in
     return batch if on_batch else min(batch, 1), heads if on_heads else min(heads, 1)
 
 
-def _blocks(spec: MaskSpec, sizes: _Sizes, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+def _blocks(spec: MaskSpec, sizes: _Sizes) -> Iterator[tuple[range, range]]:
     """Units (query tiles of all batches and heads, numbered as a map's rows) and KV tiles whose pairs make a block.
 
-    KV tiles that the bounds hide from all of a block are left out. Blocks come in the order of their units, and for
-    the same units in that of their tiles.
+    KV tiles that the bounds hide from all of a block are left out.
     """
     total = sizes.batch * sizes.heads * sizes.tiles_q
     row_pairs = sizes.tile_q * sizes.tiles_kv * sizes.tile_kv
@@ -186,10 +183,7 @@ def _blocks(spec: MaskSpec, sizes: _Sizes, device: torch.device) -> Iterator[tup
         last = min(first + units_each, total)
         start, stop = _tiles_within_bounds(spec, sizes, first, last)
         for tile in range(start, stop, tiles_each):
-            yield (
-                torch.arange(first, last, device=device),
-                torch.arange(tile, min(tile + tiles_each, stop), device=device),
-            )
+            yield range(first, last), range(tile, min(tile + tiles_each, stop))
 
 
 def _tiles_within_bounds(spec: MaskSpec, sizes: _Sizes, first: int, last: int) -> tuple[int, int]:
@@ -245,14 +239,6 @@ def _count(spec: MaskSpec, operands: tuple[Tensor, ...], sizes: _Sizes, units: T
 
 def _four(tensor: Tensor) -> Tensor:
     return tensor[(None,) * (4 - tensor.dim())]
-
-
-def _lists(found: list[tuple[Tensor, Tensor]], rows: int, device: torch.device) -> TileLists:
-    """Lists from pieces whose rows ascend, or, where a row's tiles came in several blocks, repeat."""
-    nothing = torch.zeros(0, dtype=torch.int64, device=device)
-    row = torch.cat([nothing, *(unit for unit, _ in found)])
-    tile = torch.cat([nothing, *(tile for _, tile in found)])
-    return _compress(row, tile[torch.argsort(row, stable=True)], rows)
 
 
 def _compress(row: Tensor, sorted_tiles: Tensor, rows: int) -> TileLists:

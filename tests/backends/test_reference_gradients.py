@@ -25,6 +25,11 @@ SCORES: dict[str, Any] = {
     "bias": lambda bias, sink, slopes: (Bias(bias),),
     "sink": lambda bias, sink, slopes: (Sink(sink),),
     "alibi": lambda bias, sink, slopes: (ALiBi(slopes),),
+    "functions": lambda bias, sink, slopes: (
+        lambda s, b, h, q, k: torch.tanh(s) * (1 + bias[b, h, 0, k]),
+        Softcap(2.0),
+        lambda s, b, h, q, k: s - slopes[b, h] * (q - k).abs(),
+    ),
     "all": lambda bias, sink, slopes: (Bias(bias), Softcap(2.0), ALiBi(slopes), Bias(bias[:, :1]), Sink(sink)),
 }
 MASKS: dict[str, Any] = {
@@ -124,7 +129,7 @@ def test_what_the_tiled_backward_cannot_do_is_an_error(plan: Plan) -> None:
     with pytest.raises(ValueError, match=r"plan schedule: was '.*'eager', 'standard'.* functorch transform"):
         torch.func.vmap(lambda x: run(x, k, v, plan=plan)[0])(torch.stack([q, q]))
     with pytest.raises(ValueError, match=r"plan schedule: was '.*'eager', 'standard'"):
-        run(leaf, k, v, scores=(lambda s, b, h, q, k: s + 1,), plan=plan)
+        run(leaf, k, v, scores=(lambda s, b, h, q, k: s + len(s),), plan=plan)
 
 
 @all_schedules

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from attnworks.expressions.graph import Builder, Expression
 
 
+@lru_cache(maxsize=1024)
 def derivative(expression: Expression, wrt: str = "s") -> Expression:
     """d expression / d ``wrt`` as an expression of the same inputs and operands.
 

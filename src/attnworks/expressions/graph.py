@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 Kind = Literal["bool", "int", "float"]
-KINDS: tuple[Kind, ...] = ("bool", "int", "float")
 
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 BITWISE = {"and": "&", "or": "|", "xor": "^"}
@@ -115,6 +114,11 @@ class Expression:
 _KNOWN: WeakValueDictionary[tuple[tuple[Node, ...], tuple[OperandSpec, ...]], Expression] = WeakValueDictionary()
 
 
+def highest(*kinds: Kind) -> Kind:
+    """What torch makes of values of these kinds."""
+    return "float" if "float" in kinds else "int" if "int" in kinds else "bool"
+
+
 class Builder:
     """Appends nodes, giving each its kind by torch's rules; an operation that is there already is found, not added."""
 
@@ -147,7 +151,7 @@ class Builder:
 
     def _joined(self, *places: int) -> tuple[int, ...]:
         """The values, bools raised to the highest kind among them; torch, Triton and C mix ints and floats alike."""
-        kind = max((self.kind(place) for place in places), key=KINDS.index)
+        kind = highest(*map(self.kind, places))
         return tuple(self.cast(place, kind) if self.kind(place) == "bool" else place for place in places)
 
     def binary(self, op: str, a: int, b: int) -> int:
@@ -165,7 +169,7 @@ class Builder:
         a, b = self._joined(a, b)
         if op in COMPARISONS:
             return self.add(op, "bool", (a, b))
-        kind = "float" if op == "div" else max(self.kind(a), self.kind(b), key=KINDS.index)
+        kind = "float" if op == "div" else highest(self.kind(a), self.kind(b))
         return self.add(op, kind, (a, b))
 
     def unary(self, op: str, a: int) -> int:
@@ -184,11 +188,11 @@ class Builder:
         if self.kind(condition) != "bool":
             raise NotTraced("uses torch.where with a condition that is no bool")
         a, b = self._joined(a, b)
-        return self.add("where", max(self.kind(a), self.kind(b), key=KINDS.index), (condition, a, b))
+        return self.add("where", highest(self.kind(a), self.kind(b)), (condition, a, b))
 
     def extreme(self, op: str, a: int, b: int) -> int:
         """minimum or maximum, both arguments of one kind."""
-        kind = max(self.kind(a), self.kind(b), key=KINDS.index)
+        kind = highest(self.kind(a), self.kind(b))
         if kind == "bool":
             raise NotTraced(f"uses torch.{op} on bools: use & or |")
         return self.add(op, kind, (self.cast(a, kind), self.cast(b, kind)))
@@ -201,8 +205,8 @@ class Builder:
             return self.unary("sqrt", a)
         if exponent % 1 != 0:
             raise NotTraced(f"uses ** {exponent!r}: exponents are integers or 0.5")
-        if abs(exponent) > 16 or (exponent < 0 and self.kind(a) != "float"):
-            raise NotTraced(f"uses ** {exponent!r}: exponents lie in 0..16, of floats in -16..16")
+        if not 1 <= abs(exponent) <= 16 or (exponent < 0 and self.kind(a) != "float"):
+            raise NotTraced(f"uses ** {exponent!r}: exponents lie in 1..16, of floats also in -16..-1")
         if isinstance(exponent, float) or self.kind(a) == "bool":
             a = self.cast(a, "float" if isinstance(exponent, float) else "int")
         result, square, left = None, a, abs(int(exponent))
@@ -211,10 +215,8 @@ class Builder:
                 result = square if result is None else self.binary("mul", result, square)
             left >>= 1
             square = self.binary("mul", square, square) if left else square
-        one = self.const(1.0 if self.kind(a) == "float" else 1)
-        if result is None:
-            return one
-        return self.binary("div", one, result) if exponent < 0 else result
+        assert result is not None, "the exponent is not 0"
+        return self.binary("div", self.const(1.0), result) if exponent < 0 else result
 
     def finish(self, root: int, operands: tuple[OperandSpec, ...]) -> Expression:
         """The expression of ``root``: only what it needs, numbered in the order of its own reading."""

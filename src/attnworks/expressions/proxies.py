@@ -196,7 +196,8 @@ class Recorder(TorchFunctionMode):
 def apply(recorder: Recorder, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proxy:
     """The named operation, an operator's, a torch function's or a method's, as a node."""
     builder = recorder.builder
-    name = name.strip("_")
+    if name.endswith("_"):
+        raise NotTraced(f"changes {args[0]} in place by {name}")
     if name in _REFLECTED:
         name, args = name[1:], (args[1], args[0])
     logical = name.startswith("logical_")
@@ -270,4 +271,4 @@ def _name(function: Any) -> str:
     name = str(getattr(function, "__name__", function))
     if name in ("__get__", "__set__", "__delete__"):  # of a property such as Tensor.shape
         name = str(getattr(function.__self__, "__name__", name))
-    return name.strip("_")
+    return name.strip("_") if name.startswith("__") else name

@@ -88,7 +88,8 @@ class _Printer:
                 lines.append(self.temporary.format(name, _bare(text)))
                 text = name
             self.texts.append(text)
-        return [*lines, self.result(_bare(self.texts[-1]))]
+        text = _bare(self.texts[-1])
+        return [*lines, self.result(self.filled(text) if self.nodes[-1].op == "const" else text)]
 
     def text(self, node: Node, place: int) -> str:
         args = [self.texts[arg] for arg in node.args]
@@ -151,6 +152,10 @@ class _Printer:
     def operation(self, node: Node, args: list[str]) -> str:
         raise NotImplementedError
 
+    def filled(self, text: str) -> str:
+        """A constant result, in the shape of a score."""
+        return text
+
     def result(self, text: str) -> str:
         raise NotImplementedError
 
@@ -199,6 +204,9 @@ class _Triton(_Printer):
         if node.op in ("minimum", "maximum") and node.kind == "float":
             args.append("propagate_nan=tl.PropagateNan.ALL")
         return f"{'' if node.op == 'tanh' else 'tl.'}{node.op}({', '.join(args)})"
+
+    def filled(self, text: str) -> str:
+        return f"tl.full(s.shape, {text}, s.dtype)"
 
     def result(self, text: str) -> str:
         return f"return {text}"

@@ -59,11 +59,13 @@ def check_plan(problem: Problem, plan: Plan) -> None:
             f"plan schedule: was {plan.schedule!r}, must be one of {WRITTEN_OUT} under forward-mode AD or a functorch "
             "transform: the tiled backward is a first derivative in reverse mode"
         )
-    if plan.schedule in TILED and problem.differentiable and any(t.kind == "function" for t in problem.scores):
-        raise ValueError(
-            f"plan schedule: was {plan.schedule!r}, must be one of {WRITTEN_OUT} for a score function in a "
-            "differentiable call: the tiled backward does not know its derivative"
-        )
+    if plan.schedule in TILED and problem.differentiable:
+        for term in problem.scores:
+            if term.function is not None:
+                raise ValueError(
+                    f"plan schedule: was {plan.schedule!r}, must be one of {WRITTEN_OUT} for score function "
+                    f"{term.name}: the tiled backward does not know its derivative ({term.why_not})"
+                )
 
 
 def resources(problem: Problem, plan: Plan) -> dict[str, int]:

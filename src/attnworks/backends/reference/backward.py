@@ -31,7 +31,10 @@ from attnworks.backends.reference.tiles import (
     spans,
     tile_positions,
 )
+from attnworks.expressions import evaluate
+from attnworks.expressions.derivatives import derivative
 from attnworks.problem import Operands, Problem
+from attnworks.scores import ScoreTerm
 
 
 class TiledGradients(NamedTuple):
@@ -77,16 +80,42 @@ def through_modifiers(
     values = [raw]
     for term in problem.scores:
         values.append(modify_once(term, o.scores, values[-1], at))
-    for term, after in zip(reversed(problem.scores), reversed(values[1:]), strict=True):
+    for term, before, after in zip(reversed(problem.scores), reversed(values[:-1]), reversed(values[1:]), strict=True):
         if term.kind == "softcap":
             # d/ds c·tanh(s/c) = 1 - tanh²(s/c)
             d_scores = d_scores * (1 - (after / term.cap) ** 2)
+        elif term.expression is not None:
+            captured, inputs = term.own(o.scores), at.indices | {"s": before}
+            add_captured(term, captured, inputs, d_scores, d_operands)
+            d_scores = d_scores * evaluate(derivative(term.expression), inputs, captured).to(d_scores.dtype)
         elif term.operand is not None and term.kind in ("bias", "alibi"):
             operand = d_operands[term.operand.index]
             share = d_scores if term.kind == "bias" else -d_scores * distance(at)
             share = share.sum_to_size(operand_values(term, operand, at).shape)
             operand_view(term, operand).index_put_(operand_index(term, operand, at), share, accumulate=True)
     return d_scores
+
+
+def add_captured(
+    term: ScoreTerm,
+    captured: tuple[Tensor, ...],
+    inputs: dict[str, Tensor],
+    d_scores: Tensor,
+    d_operands: tuple[Tensor, ...],
+) -> None:
+    """Add the gradients by the tensors that a score function captured; by autograd, as any of its operations may use
+    them."""
+    assert term.expression is not None
+    wanted = [spec.index for spec in term.expression.operands if spec.requires_grad]
+    if not wanted:
+        return
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_(index in wanted) for index, x in enumerate(captured)]
+        after = evaluate(term.expression, inputs, leaves).to(d_scores.dtype).expand_as(d_scores)
+        found = torch.autograd.grad(after, [leaves[index] for index in wanted], d_scores, allow_unused=True)
+    for index, gradient in zip(wanted, found, strict=True):
+        if gradient is not None:
+            d_operands[term.first + index].add_(gradient)
 
 
 def backward(
@@ -105,7 +134,7 @@ def backward(
 
     ``out`` and ``lse`` are what a loop of ``online`` gave for the same problem on ``o``'s q, k and v, in "bhsd". K and
     V tiles outer, so that dK and dV of a tile stay on chip; dQ is summed in slow memory. Sums are in fp32 (fp64 for
-    fp64). Score functions are not differentiated: ``check_plan`` refuses them.
+    fp64). Score functions that were not traced are not differentiated: ``check_plan`` refuses them.
     """
     q, k, v = o.q, o.k, o.v
     compute = torch.promote_types(q.dtype, torch.float32)
