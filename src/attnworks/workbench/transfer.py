@@ -17,8 +17,8 @@ from attnworks.workbench.packing import as_bytes
 class OnDevice:
     """Copies of a case's tensors on a device, one storage there for each storage here.
 
-    ``inputs`` are the same call on the device, ``values`` excepted, which no call gets. Gradients flow through the copies
-    to the tensors here. ``write_back`` brings what a call changed of its inputs back into them.
+    ``inputs`` are the same call on the device, ``values`` excepted, which no call gets. Gradients flow through the
+    copies to the tensors here. ``write_back`` brings what a call changed of its inputs back into them.
     """
 
     def __init__(self, inputs: Inputs, device: str) -> None:
