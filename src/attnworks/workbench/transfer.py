@@ -1,4 +1,4 @@
-"""Inputs on another device: copies in storages like the originals', so that strides, offsets and poison stay as they are."""
+"""Inputs on another device: whole storages are copied, so that strides, offsets and poison stay."""
 
 from __future__ import annotations
 
