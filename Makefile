@@ -9,7 +9,7 @@ NATIVE := CMakeLists.txt pyproject.toml $(shell find native -name '*.h' -o -name
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint format native native-test neon-test matrix clean
+.PHONY: help demo test gpu-test bench lint format native native-test neon-test matrix clean
 
 help:  ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -25,6 +25,9 @@ demo: native  ## Attention proven right, timed against PyTorch's SDPA, and the b
 
 test: lint native-test neon-test  ## Everything CI runs: lint, types, C++ tests, pytest
 	$(BIN)/python -m pytest -q -n $(JOBS)
+
+gpu-test: native  ## What needs a GPU: the Triton backend on every case and on the faults of GPUs
+	$(BIN)/python -m pytest tests/gpu -q
 
 bench: native  ## The tables of docs/benchmarking.md, measured on this machine
 	$(BIN)/python benchmarks/cpu.py

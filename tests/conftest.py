@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 # Before torch loads OpenMP: threads that wait must sleep, not spin, or tests on a busy machine take five times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -16,6 +17,12 @@ from attnworks import dispatch
 from attnworks.backends import cpu
 from attnworks.hardware import detect
 from helpers import problem_of
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    if not find_spec("pytest_timeout"):  # pyproject.toml sets it, and a GPU's machine may well do without
+        parser.addini("timeout", "seconds for a test, were pytest-timeout installed")
+
 
 settings.register_profile("attnworks", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("attnworks")

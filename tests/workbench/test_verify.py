@@ -101,7 +101,7 @@ def test_command_passes(as_json: bool) -> None:
 
 
 def test_command_fails_with_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnworks.workbench.verify.backend_subjects", lambda quick: (Mutant("scale missing"),))
+    monkeypatch.setattr("attnworks.workbench.verify.backend_subjects", lambda quick, device: (Mutant("scale missing"),))
     result = CliRunner().invoke(command, ["--case", "hand: full"])
     assert result.exit_code == 1
     assert "FAILED mutant: scale missing" in result.output

@@ -15,11 +15,13 @@ from torch import Tensor
 
 import attnworks
 from attnworks import dispatch, scores
-from attnworks.backends import Backend, cpu, reference
+from attnworks.backends import Backend, cpu, reference, triton
 from attnworks.hardware import detect
 from attnworks.masks import Causal, Window
 from attnworks.plan import Plan
+from attnworks.problem import Problem
 from attnworks.workbench.inputs import Inputs
+from attnworks.workbench.transfer import OnDevice
 
 Outcome = tuple[Tensor, Tensor | None]
 
@@ -149,16 +151,18 @@ class Subject(Protocol):
 class BackendSubject:
     """One backend of attnworks, through the public functions. ``change`` turns its preferred plan into the one to
     verify (None: whatever the backend picks by itself). ``only_fp32``: its 16-bit results are not meant to be
-    precise. ``linear_memory``: it claims that its memory grows with the length, not with its square."""
+    precise. ``linear_memory``: it claims that its memory grows with the length, not with its square. ``device``: where
+    it runs; inputs and results are on the CPU all the same."""
 
     name: str
     backend: Backend
     change: Callable[[Plan], Plan | None] | None = None
     only_fp32: bool = False
     linear_memory: bool = False
+    device: str = "cpu"
 
     def reasons(self, inputs: Inputs, differentiable: bool = False) -> tuple[str, ...]:
-        problem = inputs.problem(differentiable=differentiable)
+        problem = self._problem(inputs, differentiable)
         found = self.backend.verdict(problem, detect(problem.device)).reasons
         if self.only_fp32 and problem.dtype.itemsize < 4:
             return (
@@ -178,7 +182,7 @@ class BackendSubject:
 
     def plan(self, inputs: Inputs, differentiable: bool = False) -> Plan | None:
         """The plan to verify the case under."""
-        problem = inputs.problem(differentiable=differentiable)
+        problem = self._problem(inputs, differentiable)
         preferred = self.backend.candidates(problem, detect(problem.device))[0]
         return preferred if self.change is None else self.change(preferred)
 
@@ -190,8 +194,17 @@ class BackendSubject:
         }[inputs.case.form]
         if self.change is not None and "plan" not in options:
             options["plan"] = self.plan(inputs, inputs.q.requires_grad)
-        result = call(**inputs.kwargs(), backend=self.backend.NAME, return_lse=return_lse, **options)
-        return result if return_lse else (result, None)
+        there = None if self.device == "cpu" else OnDevice(inputs, self.device)
+        kwargs = (inputs if there is None else there.inputs).kwargs()
+        result = call(**kwargs, backend=self.backend.NAME, return_lse=return_lse, **options)
+        out, lse = result if return_lse else (result, None)
+        if there is not None:
+            out, lse = out.cpu(), None if lse is None else lse.cpu()
+            there.write_back()
+        return out, lse
+
+    def _problem(self, inputs: Inputs, differentiable: bool) -> Problem:
+        return replace(inputs.problem(differentiable=differentiable), device=self.device)
 
 
 def abilities_of(subject: Subject) -> Abilities:
@@ -199,10 +212,13 @@ def abilities_of(subject: Subject) -> Abilities:
     return found if isinstance(found, Abilities) else Abilities()
 
 
-def backend_subjects(*, quick: bool = False) -> tuple[BackendSubject, ...]:
+def backend_subjects(*, quick: bool = False, device: str = "cpu") -> tuple[BackendSubject, ...]:
     """Every backend as it is, and under the plans that its own choice would not reach on this machine: the CPU backend
-    with each other instruction set, with small tiles and with short splits; the reference's other schedules (they are
-    slow, so not if ``quick``)."""
+    with each other instruction set, with small tiles and with short splits; Triton's with small tiles and short splits;
+    the reference's other schedules (they are slow, so not if ``quick``). ``device``: where they run; raises
+    ``ValueError`` where it is a GPU and PyTorch finds none."""
+    if torch.device(device).type == "cuda":
+        return _gpu_subjects(quick, device)
     found = [BackendSubject(backend.NAME, backend, linear_memory=backend is cpu) for backend in dispatch.BACKENDS]
     found += [BackendSubject(f"cpu, {isa}", cpu, _with(isa=isa)) for isa in cpu.isas()[1:]]
     if cpu.isas():
@@ -215,9 +231,35 @@ def backend_subjects(*, quick: bool = False) -> tuple[BackendSubject, ...]:
     return tuple(found)
 
 
+def _gpu_subjects(quick: bool, device: str) -> tuple[BackendSubject, ...]:
+    if not torch.cuda.is_available():
+        raise ValueError(f"device: was {device!r}, must be 'cpu' where PyTorch finds no GPU")
+    index = torch.device(device).index
+    place = f"cuda:{torch.cuda.current_device() if index is None else index}"
+    found = [BackendSubject(backend.NAME, backend, device=place) for backend in dispatch.BACKENDS if backend is not cpu]
+    for name, change in () if quick else TRITON_PLANS.items():
+        found.append(BackendSubject(f"triton, {name}", triton, change, device=place))
+    return tuple(found)
+
+
 def _with(**fields: Any) -> Callable[[Plan], Plan]:
     return lambda plan: replace(plan, **fields)
 
 
 def _small_tiles(plan: Plan) -> Plan | None:
     return replace(plan, tile_q=20, tile_kv=40) if plan.schedule == "tiled" else None
+
+
+def _small_triton_tiles(plan: Plan) -> Plan | None:
+    return replace(plan, tile_q=32, tile_kv=16, stages=1) if plan.schedule == "q_outer" else None
+
+
+def _short_triton_splits(plan: Plan) -> Plan | None:
+    """Splits of one tile each, also where heads are not grouped by the backend's own choice."""
+    return replace(plan, schedule="split_kv", tile_q=16, tile_kv=32, split_kv=32)
+
+
+TRITON_PLANS: dict[str, Callable[[Plan], Plan | None]] = {
+    "small tiles": _small_triton_tiles,
+    "short splits": _short_triton_splits,
+}

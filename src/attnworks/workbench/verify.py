@@ -110,6 +110,7 @@ class Answers:
 def verify(
     *,
     backend: str = "auto-all",
+    device: str = "cpu",
     cases: Sequence[str | Case] = (),
     quick: bool = False,
     seed: int = 0,
@@ -120,12 +121,13 @@ def verify(
     """Verify subjects on cases; nothing is raised for what fails, it is in the results.
 
     ``backend``: "auto-all", or a name that subjects' names begin with ("cpu" takes "cpu" and "cpu, small tiles").
+    ``device``: where backends run ("cuda" or "cuda:1"); what they return is judged on the CPU.
     ``cases``: ``Case`` objects, names of cases of the sweep, or patterns of ``catalogue.select``. ``quick``: the short
     list. ``seed``: of the random inputs and of the sweep's design. ``budget``: minutes, after which no further check is
     begun; what finds most comes first, and where time is left, sweeps of further seeds follow. ``subjects``: what to
     verify instead of the backends. Raises ``ValueError`` for a backend or pattern that matches nothing.
     """
-    verified = chosen_subjects(backend, quick) if subjects is None else tuple(subjects)
+    verified = chosen_subjects(backend, quick, device) if subjects is None else tuple(subjects)
     jobs = schedule.jobs(verified, cases, quick=quick, seed=seed)
     further = schedule.further_sweeps(verified, seed) if budget and not cases and not quick else ()
     results: list[Result] = []
@@ -141,10 +143,10 @@ def verify(
     return results
 
 
-def chosen_subjects(backend: str, quick: bool) -> tuple[Subject, ...]:
+def chosen_subjects(backend: str, quick: bool, device: str = "cpu") -> tuple[Subject, ...]:
     """The backends to verify, as ``verify`` takes their name."""
     # A backend asked for by name comes with all its plans.
-    found: tuple[Subject, ...] = backend_subjects(quick=quick and backend == "auto-all")
+    found: tuple[Subject, ...] = backend_subjects(quick=quick and backend == "auto-all", device=device)
     if backend != "auto-all":
         names = [subject.name for subject in found]
         found = tuple(s for s in found if s.name == backend or s.name.startswith(f"{backend}, "))

@@ -22,6 +22,7 @@ from attnworks.workbench.verify import verify as run
 @click.command()
 @click.argument("target", required=False)
 @click.option("--backend", default="auto-all", show_default=True, help="Name of a backend, or of one of its plans.")
+@click.option("--device", default="cpu", show_default=True, help="Where backends run: cpu, cuda or cuda:1.")
 @click.option(
     "--convention", type=click.Choice(list(BY_NAME)), help="How TARGET is called.  [default: by its parameters' names]"
 )
@@ -50,6 +51,7 @@ def verify(
     ctx: click.Context,
     target: str | None,
     backend: str,
+    device: str,
     convention: str | None,
     in_process: bool,
     timeout: float,
@@ -72,13 +74,15 @@ def verify(
         raise click.UsageError("--convention and --in-process are about a TARGET, which is missing")
     if target is not None and ctx.get_parameter_source("backend") is click.core.ParameterSource.COMMANDLINE:
         raise click.UsageError("--backend names one of attnworks' own kernels: it cannot be given beside a TARGET")
+    if target is not None and device != "cpu":
+        raise click.UsageError("--device is about attnworks' own kernels: a TARGET gets tensors on the CPU")
     if list_only:
         _list(cases, quick, wide, as_json)
     elif run_mutants:
         _mutants(seed, as_json)
     else:
         prepared = None if target is None else prepare(target, convention, isolated=not in_process, timeout=timeout)
-        subjects = chosen_subjects(backend, quick) if prepared is None else (prepared.subject,)
+        subjects = chosen_subjects(backend, quick, device) if prepared is None else (prepared.subject,)
         started = time.monotonic()
         with output.progress() as progress:
             results = run(subjects=subjects, cases=cases, quick=quick, seed=seed, budget=budget, progress=progress)
