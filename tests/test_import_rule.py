@@ -20,6 +20,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("dispatch",),
     ("autograd",),
     ("prepared",),
+    ("calls",),
     ("ops",),
     ("api",),
     ("workbench", "integrations", "testing"),

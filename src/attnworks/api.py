@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from attnworks import cache, dispatch, masks, prepared, problem, scores
+from attnworks import cache, calls, dispatch, masks, prepared, problem, scores
 from attnworks.dispatch import Explanation
-from attnworks.masks import Causal, MaskSpec, UserMask, Window
+from attnworks.masks import Causal, UserMask, Window
 from attnworks.plan import Plan
 from attnworks.prepared import watched
-from attnworks.problem import Layout, Operands, Problem, Sizes, last_contiguous, packed_strides, strides_of
+from attnworks.problem import Layout, Operands, last_contiguous
 from attnworks.scores import ScoreSpec, UserScore
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -86,7 +85,7 @@ def attention(
     launch = prepared.lookup(key) if validate is False else None
     if launch is None:
         problem.check_flags(validate=validate, return_lse=return_lse)
-        described = _dense_problem(
+        described = calls.dense_problem(
             q, k, v, mask, scores, scale, layout, return_lse, deterministic, batch_invariant, watchers
         )
         launch = prepared.prepare(key, described, backend, plan)
@@ -124,57 +123,25 @@ def attention_varlen(
     ``cu_seqlens_q[-1]`` are 0 with lse -inf. The other arguments and errors are those of ``attention``; offsets that
     fall, do not begin at 0 or end past the rows raise ``ValueError`` (on a GPU only with ``validate=True``).
     """
-    q, k, v = last_contiguous(q, "q"), last_contiguous(k, "k"), last_contiguous(v, "v")
-    problem.check_shape("q", q, "total_q heads_q head_dim")
-    problem.check_shape("k", k, "total_kv heads_kv head_dim", head_dim=q.shape[2])
-    values = validate or q.device.type == "cpu"
-    offsets_q, longest_q = cache.check_offsets("cu_seqlens_q", cu_seqlens_q, q, values=values)
-    offsets_kv, longest_kv = cache.check_offsets("cu_seqlens_kv", cu_seqlens_kv, k, values=values)
-    seq_q = cache.check_max_seqlen("max_seqlen_q", max_seqlen_q, offsets_q, longest_q)
-    seq_kv = cache.check_max_seqlen("max_seqlen_kv", max_seqlen_kv, offsets_kv, longest_kv)
-    mask_spec, mask_operands = masks.split(mask)
-    score_spec, score_operands = _split_scores(scores)
-    watchers = watched(q, k, v, score_operands)
-    # fmt: off
-    key = (
-        prepared.signature(q, k, v), offsets_q.shape, offsets_kv.shape, offsets_q.device, offsets_kv.device,
-        seq_q, seq_kv, watchers, mask_spec, score_spec,
-        scale, return_lse, deterministic, batch_invariant, backend, plan,
-        type(scale), type(return_lse), type(deterministic), type(batch_invariant),
+    launch, operands = calls.varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+        mask=mask,
+        scores=scores,
+        scale=scale,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        plan=plan,
+        validate=validate,
     )
-    # fmt: on
-    launch = prepared.lookup(key) if validate is False else None
-    if launch is None:
-        problem.check_flags(
-            validate=validate, return_lse=return_lse, deterministic=deterministic, batch_invariant=batch_invariant
-        )
-        sizes = problem.varlen_sizes(q, k, v, offsets_q, offsets_kv, seq_q, seq_kv)
-        problem.check_mask_operands(mask_spec, mask_operands, sizes, q)
-        problem.check_score_operands(score_spec, score_operands, sizes, q)
-        described = Problem(
-            form="varlen",
-            **sizes._asdict(),
-            dtype=q.dtype,
-            device=str(q.device),
-            scale=problem.check_scale(scale, sizes.head_dim),
-            q_strides=packed_strides(q),
-            k_strides=packed_strides(k),
-            v_strides=packed_strides(v),
-            mask=mask_spec,
-            scores=score_spec,
-            total_q=q.shape[0],
-            total_kv=k.shape[0],
-            return_lse=return_lse,
-            differentiable=watchers[0],
-            transformed=watchers[1],
-            traced=watchers[2],
-            deterministic=deterministic,
-            batch_invariant=batch_invariant,
-        )
-        launch = prepared.prepare(key, described, backend, plan)
-    out, lse = launch(
-        Operands(q, k, v, mask_operands, score_operands, cu_seqlens_q=offsets_q, cu_seqlens_kv=offsets_kv)
-    )
+    out, lse = launch(operands)
     return out if lse is None else (out, lse)
 
 
@@ -212,78 +179,27 @@ def attention_decode(
     Nothing past a sequence's length, and no table entry past its last page, influences a bit. The other arguments and
     errors are those of ``attention``. The caches are written only once every check has passed.
     """
-    q = last_contiguous(q, "q")
-    cache.check_are_caches(k_cache, v_cache)
-    mask_spec, mask_operands = masks.split(mask)
-    score_spec, score_operands = _split_scores(scores)
-    watchers = watched(q, k_cache, v_cache, score_operands)
-    # fmt: off
-    key = (
-        prepared.signature(q, k_cache, v_cache, kv_lens, page_table, k_new, v_new, k_scale, v_scale),
-        torch.is_grad_enabled(), watchers, mask_spec, score_spec,
-        scale, return_lse, batch_invariant, backend, plan,
-        type(scale), type(return_lse), type(batch_invariant),
+    launch, operands = calls.decode(
+        q,
+        k_cache,
+        v_cache,
+        kv_lens=kv_lens,
+        page_table=page_table,
+        k_new=k_new,
+        v_new=v_new,
+        rotary=rotary,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        mask=mask,
+        scores=scores,
+        scale=scale,
+        return_lse=return_lse,
+        batch_invariant=batch_invariant,
+        backend=backend,
+        plan=plan,
+        validate=validate,
     )
-    # fmt: on
-    launch = prepared.lookup(key) if validate is False else None
-    if launch is None:
-        problem.check_flags(validate=validate, return_lse=return_lse, batch_invariant=batch_invariant)
-        sizes, page_size = cache.decode_sizes(q, k_cache, v_cache, page_table)
-        cache.check_lengths_and_table(kv_lens, page_table, sizes.batch, q)
-        kv_dtype = cache.check_cache_dtypes(q, k_cache, v_cache, k_scale, v_scale)
-        cache.check_new_keys(q, k_cache, v_cache, k_new, v_new, sizes)
-        problem.check_mask_operands(mask_spec, mask_operands, sizes, q)
-        problem.check_score_operands(score_spec, score_operands, sizes, q)
-        described = Problem(
-            form="decode",
-            **sizes._asdict(),
-            dtype=q.dtype,
-            device=str(q.device),
-            scale=problem.check_scale(scale, sizes.head_dim),
-            q_strides=strides_of(q, "bshd"),
-            k_strides=strides_of(last_contiguous(k_cache), "bshd"),
-            v_strides=strides_of(last_contiguous(v_cache), "bshd"),
-            mask=mask_spec,
-            scores=score_spec,
-            layout="bshd",
-            kv_dtype=kv_dtype,
-            page_size=page_size,
-            return_lse=return_lse,
-            differentiable=watchers[0],
-            transformed=watchers[1],
-            traced=watchers[2],
-            batch_invariant=batch_invariant,
-        )
-        launch = prepared.prepare(key, described, backend, plan)
-    values = validate or q.device.type == "cpu"
-    new = 0 if k_new is None else k_new.shape[1]
-    page_size = 0 if page_table is None else k_cache.shape[1]
-    capacity = k_cache.shape[1] if page_table is None else page_size * page_table.shape[1]
-    lens = cache.read_kv_lens(kv_lens, capacity, new, values=values)
-    totals = lens + new if new else lens
-    table = None
-    if page_table is not None:
-        table = cache.read_page_table(page_table, totals, k_cache.shape[0], page_size, values=values)
-    if rotary is not None:
-        cache.check_rotary(rotary, q, totals, values=values)
-        q = cache.rotate(q, totals[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device), rotary)
-    if k_new is not None and v_new is not None:
-        positions = lens[:, None] + torch.arange(new, device=q.device)
-        cache.append(k_cache, k_new if rotary is None else cache.rotate(k_new, positions, rotary), positions, table)
-        cache.append(v_cache, v_new, positions, table)
-    out, lse = launch(
-        Operands(
-            q,
-            last_contiguous(k_cache),
-            last_contiguous(v_cache),
-            mask_operands,
-            score_operands,
-            kv_lens=totals,
-            page_table=table,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-    )
+    out, lse = launch(operands)
     return out if lse is None else (out, lse)
 
 
@@ -310,61 +226,10 @@ def explain(
     problem.check_flags(validate=validate)
     q, k, v = last_contiguous(q, "q"), last_contiguous(k, "k"), last_contiguous(v, "v")
     watchers = watched(q, k, v, _split_scores(scores)[1])
-    described = _dense_problem(
+    described = calls.dense_problem(
         q, k, v, mask, scores, scale, layout, return_lse, deterministic, batch_invariant, watchers
     )
     return dispatch.explain(described, backend, plan)
-
-
-# ---- from arguments to a prepared call -------------------------------------------------------------------------------
-
-
-def _dense_problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: UserMask,
-    user_scores: tuple[UserScore, ...],
-    scale: float | None,
-    layout: Layout,
-    return_lse: bool,
-    deterministic: bool,
-    batch_invariant: bool,
-    watchers: tuple[bool, bool, bool],
-) -> Problem:
-    problem.check_tensors(q=q, k=k, v=v)
-    problem.check_flags(return_lse=return_lse, deterministic=deterministic, batch_invariant=batch_invariant)
-    sizes = problem.dense_sizes(q, k, v, layout)
-    mask_spec, _, score_spec, _ = _modifiers(mask, user_scores, sizes, q)
-    return Problem(
-        form="dense",
-        **sizes._asdict(),
-        dtype=q.dtype,
-        device=str(q.device),
-        scale=problem.check_scale(scale, sizes.head_dim),
-        q_strides=strides_of(q, layout),
-        k_strides=strides_of(k, layout),
-        v_strides=strides_of(v, layout),
-        mask=mask_spec,
-        scores=score_spec,
-        layout=layout,
-        return_lse=return_lse,
-        differentiable=watchers[0],
-        transformed=watchers[1],
-        traced=watchers[2],
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
-    )
-
-
-def _modifiers(
-    mask: UserMask, user_scores: tuple[UserScore, ...], sizes: Sizes, q: Tensor
-) -> tuple[MaskSpec, tuple[Tensor, ...], ScoreSpec, tuple[Tensor, ...]]:
-    mask_spec, mask_operands = masks.split(mask)
-    score_spec, score_operands = _split_scores(user_scores)
-    problem.check_mask_operands(mask_spec, mask_operands, sizes, q)
-    problem.check_score_operands(score_spec, score_operands, sizes, q)
-    return mask_spec, mask_operands, score_spec, score_operands
 
 
 # attention()'s parameter ``scores`` hides the module of that name.
