@@ -8,9 +8,11 @@ settles.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from attnworks import cache, calls, dispatch, masks, prepared, problem, scores
 from attnworks.dispatch import Explanation
@@ -61,11 +63,23 @@ def attention(
     Raises ``TypeError`` or ``ValueError`` naming the argument, ``UnsupportedError`` with every backend's reasons.
     Source: FlashAttention (arXiv:2205.14135), FlashAttention-2 (arXiv:2307.08691).
     """
+    if is_compiling():
+        # fmt: off
+        return _traced().attention(
+            q, k, v, mask=mask, scores=scores, scale=scale, layout=layout, return_lse=return_lse,
+            deterministic=deterministic, batch_invariant=batch_invariant, backend=backend, plan=plan, validate=validate,
+        )
+        # fmt: on
     mask_spec: Any
     try:
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         if q_strides[-1] != 1 or k_strides[-1] != 1 or v_strides[-1] != 1:
             q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
+            q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
+        if not q_dtype == k_dtype == v_dtype:
+            q, k, v = calls.autocast(q, k, v)
+            q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
             q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     except (AttributeError, RuntimeError, IndexError):
         problem.check_tensors(q=q, k=k, v=v)
@@ -77,7 +91,7 @@ def attention(
     # fmt: off
     key = (
         q.shape, k.shape, v.shape, q_strides, k_strides, v_strides,
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, watchers,
+        q_dtype, k_dtype, v_dtype, q.device, k.device, v.device, watchers,
         mask_spec, score_spec, scale, layout, return_lse, deterministic, batch_invariant, backend, plan,
         type(scale), type(return_lse), type(deterministic), type(batch_invariant),  # 1 == True, but is no bool
     )
@@ -123,24 +137,24 @@ def attention_varlen(
     ``cu_seqlens_q[-1]`` are 0 with lse -inf. The other arguments and errors are those of ``attention``; offsets that
     fall, do not begin at 0 or end past the rows raise ``ValueError`` (on a GPU only with ``validate=True``).
     """
-    launch, operands = calls.varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-        mask=mask,
-        scores=scores,
-        scale=scale,
-        return_lse=return_lse,
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
-        backend=backend,
-        plan=plan,
-        validate=validate,
-    )
+    options: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_kv,
+        "mask": mask,
+        "scores": scores,
+        "scale": scale,
+        "return_lse": return_lse,
+        "deterministic": deterministic,
+        "batch_invariant": batch_invariant,
+        "backend": backend,
+        "plan": plan,
+        "validate": validate,
+    }
+    if is_compiling():
+        return _traced().attention_varlen(q, k, v, **options)
+    launch, operands = calls.varlen(q, k, v, **options)
     out, lse = launch(operands)
     return out if lse is None else (out, lse)
 
@@ -179,26 +193,26 @@ def attention_decode(
     Nothing past a sequence's length, and no table entry past its last page, influences a bit. The other arguments and
     errors are those of ``attention``. The caches are written only once every check has passed.
     """
-    launch, operands = calls.decode(
-        q,
-        k_cache,
-        v_cache,
-        kv_lens=kv_lens,
-        page_table=page_table,
-        k_new=k_new,
-        v_new=v_new,
-        rotary=rotary,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        mask=mask,
-        scores=scores,
-        scale=scale,
-        return_lse=return_lse,
-        batch_invariant=batch_invariant,
-        backend=backend,
-        plan=plan,
-        validate=validate,
-    )
+    options: dict[str, Any] = {
+        "kv_lens": kv_lens,
+        "page_table": page_table,
+        "k_new": k_new,
+        "v_new": v_new,
+        "rotary": rotary,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "mask": mask,
+        "scores": scores,
+        "scale": scale,
+        "return_lse": return_lse,
+        "batch_invariant": batch_invariant,
+        "backend": backend,
+        "plan": plan,
+        "validate": validate,
+    }
+    if is_compiling():
+        return _traced().attention_decode(q, k_cache, v_cache, **options)
+    launch, operands = calls.decode(q, k_cache, v_cache, **options)
     out, lse = launch(operands)
     return out if lse is None else (out, lse)
 
@@ -225,6 +239,7 @@ def explain(
     """
     problem.check_flags(validate=validate)
     q, k, v = last_contiguous(q, "q"), last_contiguous(k, "k"), last_contiguous(v, "v")
+    q, k, v = calls.autocast(q, k, v)
     watchers = watched(q, k, v, _split_scores(scores)[1])
     described = calls.dense_problem(
         q, k, v, mask, scores, scale, layout, return_lse, deterministic, batch_invariant, watchers
@@ -234,3 +249,10 @@ def explain(
 
 # attention()'s parameter ``scores`` hides the module of that name.
 _split_scores: Callable[[object], tuple[ScoreSpec, tuple[Tensor, ...]]] = scores.split
+
+
+def _traced() -> ModuleType:
+    """What runs under torch.compile and torch.export, imported with the first of them."""
+    from attnworks import ops
+
+    return ops

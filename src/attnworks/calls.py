@@ -18,6 +18,30 @@ from attnworks.scores import UserScore
 Call = tuple[Launcher, Operands]
 
 
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors themselves where their dtypes are equal, which autocast then does not change. Where they differ,
+    under autocast, all in its dtype, as torch's own attention does it; float64 is left alone, there as here."""
+    if q.dtype == k.dtype == v.dtype or not _autocasts(q):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    return q, k, v
+
+
+def autocast_decode(
+    q: Tensor, k_cache: Tensor, k_new: Tensor | None, v_new: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """q and the new keys, under autocast in the caches' dtype: a cache is never copied."""
+    if q.dtype == k_cache.dtype or k_cache.dtype not in problem.FLOAT_DTYPES or not _autocasts(q):
+        return q, k_new, v_new
+    dtype = k_cache.dtype
+    return q.to(dtype), k_new if k_new is None else k_new.to(dtype), v_new if v_new is None else v_new.to(dtype)
+
+
+def _autocasts(q: Tensor) -> bool:
+    return torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type)
+
+
 def dense_problem(
     q: Tensor,
     k: Tensor,
@@ -75,6 +99,7 @@ def dense(
     batch_invariant: bool,
     backend: str,
     plan: Plan | None,
+    validate: bool,
     watchers: Watchers,
 ) -> Call:
     """``api.attention`` has this written out in its hot path."""
@@ -117,6 +142,7 @@ def varlen(
     watchers: Watchers | None = None,
 ) -> Call:
     q, k, v = last_contiguous(q, "q"), last_contiguous(k, "k"), last_contiguous(v, "v")
+    q, k, v = autocast(q, k, v)
     problem.check_shape("q", q, "total_q heads_q head_dim")
     problem.check_shape("k", k, "total_kv heads_kv head_dim", head_dim=q.shape[2])
     values = validate or q.device.type == "cpu"
@@ -193,6 +219,7 @@ def decode(
     """The caches are written once every check has passed, q is turned."""
     q = last_contiguous(q, "q")
     cache.check_are_caches(k_cache, v_cache)
+    q, k_new, v_new = autocast_decode(q, k_cache, k_new, v_new)
     mask_spec, mask_operands = masks.split(mask)
     score_spec, score_operands = _split_scores(scores)
     watchers = watched(q, k_cache, v_cache, score_operands) if watchers is None else watchers
