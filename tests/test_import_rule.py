@@ -21,7 +21,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("autograd",),
     ("prepared",),
     ("calls",),
-    ("ops",),
+    ("specs", "ops"),
     ("api",),
     ("workbench", "integrations", "testing"),
 ]

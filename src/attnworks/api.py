@@ -8,7 +8,6 @@ settles.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -65,8 +64,8 @@ def attention(
     """
     if is_compiling():
         # fmt: off
-        return _traced().attention(
-            q, k, v, mask=mask, scores=scores, scale=scale, layout=layout, return_lse=return_lse,
+        return _traced(
+            "attention", q, k, v, mask=mask, scores=scores, scale=scale, layout=layout, return_lse=return_lse,
             deterministic=deterministic, batch_invariant=batch_invariant, backend=backend, plan=plan, validate=validate,
         )
         # fmt: on
@@ -153,7 +152,7 @@ def attention_varlen(
         "validate": validate,
     }
     if is_compiling():
-        return _traced().attention_varlen(q, k, v, **options)
+        return _traced("attention_varlen", q, k, v, **options)
     launch, operands = calls.varlen(q, k, v, **options)
     out, lse = launch(operands)
     return out if lse is None else (out, lse)
@@ -211,7 +210,7 @@ def attention_decode(
         "validate": validate,
     }
     if is_compiling():
-        return _traced().attention_decode(q, k_cache, v_cache, **options)
+        return _traced("attention_decode", q, k_cache, v_cache, **options)
     launch, operands = calls.decode(q, k_cache, v_cache, **options)
     out, lse = launch(operands)
     return out if lse is None else (out, lse)
@@ -251,8 +250,9 @@ def explain(
 _split_scores: Callable[[object], tuple[ScoreSpec, tuple[Tensor, ...]]] = scores.split
 
 
-def _traced() -> ModuleType:
+def _traced(name: str, *tensors: Tensor, **options: Any) -> Result:
     """What runs under torch.compile and torch.export, imported with the first of them."""
     from attnworks import ops
 
-    return ops
+    run: Callable[..., Result] = getattr(ops, name)
+    return run(*tensors, **options)

@@ -15,164 +15,29 @@ program that was exported with these ops.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import fields
-from functools import lru_cache
-from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnworks import cache, calls, masks, problem
+from attnworks import cache, calls, problem, specs
 from attnworks.autograd import Joined, no_second_derivative
 from attnworks.cache import Rotary
-from attnworks.masks import AllOf, Causal, UserMask, Window
-from attnworks.plan import Plan
+from attnworks.masks import AllOf
 from attnworks.problem import Operands
-from attnworks.scores import ALiBi, Bias, Sink, Softcap, UserScore
 
 Result = Tensor | tuple[Tensor, Tensor]
-
-# ---- the spec string -------------------------------------------------------------------------------------------------
-
-
-class Spec(NamedTuple):
-    """What a call says beside its tensors. ``mask``: its parts, None in the place of a boolean tensor. ``scores``:
-    modifiers, a class in the place of one that holds a tensor."""
-
-    form: str
-    layout: str
-    differentiable: bool
-    deterministic: bool
-    batch_invariant: bool
-    validate: bool
-    backend: str
-    plan: Plan | None
-    mask: tuple[Any, ...]
-    scores: tuple[Any, ...]
-
-
-HOLDERS: dict[str, Any] = {"alibi": ALiBi, "bias": Bias, "sink": Sink}
-PLAN_FIELDS = tuple(field.name for field in fields(Plan))
-
-# What cannot be written as text, predicates, is named by a key in the string. Kept for as long as the process lives, as
-# compiled code may be.
-KEPT: list[Any] = []
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _keep(what: Any) -> int:
-    """The number of an object in ``KEPT``: run while tracing, the result is a constant of the graph."""
-    if what not in KEPT:
-        KEPT.append(what)
-    return KEPT.index(what)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _text(*said: Any) -> str:
-    return json.dumps(said)
-
-
-@lru_cache(maxsize=1024)
-def parse(text: str) -> Spec:
-    """The Spec that ``_text`` wrote down, in the order of its fields."""
-    *flags, plan, mask, scores = json.loads(text)
-    mask = tuple(_mask_part(part) for part in mask)
-    scores = tuple(HOLDERS[part] if isinstance(part, str) else Softcap(part) for part in scores)
-    return Spec(*flags, None if plan is None else Plan(*plan), mask, scores)
-
-
-def _mask_part(part: Any) -> Any:
-    return KEPT[part] if isinstance(part, int) else None if part is None else Window(*part)
-
 
 # ---- what the tracer runs: from arguments to nodes -------------------------------------------------------------------
 
 
-def _split_mask(mask: UserMask) -> tuple[tuple[Any, ...], list[Tensor]]:
-    parts: list[Any] = []
-    operands: list[Tensor] = []
-    for part in masks.flatten(mask):
-        if isinstance(part, Tensor):
-            parts.append(None)
-            operands.append(part)
-        elif isinstance(part, Causal):
-            parts.append((None, 0, part.align))
-        elif isinstance(part, Window):  # index(): a number that the tracer holds for variable becomes a constant
-            left, right = (None if extent is None else index(extent) for extent in (part.left, part.right))
-            parts.append((left, right, part.align))
-        else:
-            parts.append(_keep(part))
-    return tuple(parts), operands
-
-
-def _split_scores(scores: tuple[UserScore, ...]) -> tuple[tuple[Any, ...], list[Tensor]]:
-    parts: list[Any] = []
-    operands: list[Tensor] = []
-    for score in scores:
-        if isinstance(score, Softcap):
-            parts.append(score.cap)
-        elif isinstance(score, ALiBi):
-            parts.append("alibi")
-            operands.append(score.slopes)
-        elif isinstance(score, Bias):
-            parts.append("bias")
-            operands.append(score.tensor)
-        elif isinstance(score, Sink):
-            parts.append("sink")
-            operands.append(score.logits)
-        else:
-            raise NotImplementedError(
-                "scores: held a function, which torch.compile cannot take into its graph: the gradients of what it "
-                "captures would be lost. Use Softcap, ALiBi, Bias or Sink, or call attention outside what is compiled"
-            )
-    return tuple(parts), operands
-
-
-def _spec(
-    form: str,
-    layout: str,
-    tensors: tuple[Tensor, ...],
-    mask: tuple[Any, ...],
-    scores: tuple[Any, ...],
-    flags: tuple[bool, bool, bool],
-    backend: str,
-    plan: Plan | None,
-) -> str:
-    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    said_plan = None
-    if plan is not None:
-        values = [getattr(plan, name) for name in PLAN_FIELDS]
-        said_plan = tuple([index(value) if isinstance(value, int) else value for value in values])
-    return str(_text(form, layout, differentiable, *flags, backend, said_plan, mask, scores))
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: UserMask,
-    scores: tuple[UserScore, ...],
-    scale: float | None,
-    layout: str,
-    return_lse: bool,
-    deterministic: bool,
-    batch_invariant: bool,
-    backend: str,
-    plan: Plan | None,
-    validate: bool,
-) -> Result:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, return_lse: bool, **said: Any) -> Result:
     """``attnworks.attention`` while it is traced."""
     q, k, v = calls.autocast(q, k, v)
-    mask_parts, mask_operands = _split_mask(mask)
-    score_parts, score_operands = _split_scores(scores)
-    flags = deterministic, batch_invariant, validate
-    spec = _spec("dense", layout, (q, k, v, *score_operands), mask_parts, score_parts, flags, backend, plan)
-    out, lse = torch.ops.attnworks.forward(q, k, v, score_operands, mask_operands, None, None, None, None, scale, spec)
+    spec, scores, mask = specs.split("dense", (q, k, v), **said)
+    out, lse = torch.ops.attnworks.forward(q, k, v, scores, mask, None, None, None, None, scale, spec)
     return (out, lse) if return_lse else out
 
 
@@ -185,24 +50,15 @@ def attention_varlen(
     cu_seqlens_kv: Tensor,
     max_seqlen_q: int | None,
     max_seqlen_kv: int | None,
-    mask: UserMask,
-    scores: tuple[UserScore, ...],
     scale: float | None,
     return_lse: bool,
-    deterministic: bool,
-    batch_invariant: bool,
-    backend: str,
-    plan: Plan | None,
-    validate: bool,
+    **said: Any,
 ) -> Result:
     """``attnworks.attention_varlen`` while it is traced."""
     q, k, v = calls.autocast(q, k, v)
-    mask_parts, mask_operands = _split_mask(mask)
-    score_parts, score_operands = _split_scores(scores)
-    flags = deterministic, batch_invariant, validate
-    spec = _spec("varlen", "", (q, k, v, *score_operands), mask_parts, score_parts, flags, backend, plan)
+    spec, scores, mask = specs.split("varlen", (q, k, v), **said)
     lengths = cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
-    out, lse = torch.ops.attnworks.forward(q, k, v, score_operands, mask_operands, *lengths, scale, spec)
+    out, lse = torch.ops.attnworks.forward(q, k, v, scores, mask, *lengths, scale, spec)
     return (out, lse) if return_lse else out
 
 
@@ -218,14 +74,10 @@ def attention_decode(
     rotary: Rotary | None,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-    mask: UserMask,
-    scores: tuple[UserScore, ...],
     scale: float | None,
     return_lse: bool,
-    batch_invariant: bool,
-    backend: str,
-    plan: Plan | None,
     validate: bool,
+    **said: Any,
 ) -> Result:
     """``attnworks.attention_decode`` while it is traced."""
     q, k_new, v_new = calls.autocast_decode(q, k_cache, k_new, v_new)
@@ -233,21 +85,18 @@ def attention_decode(
     cache.check_lengths_and_table(kv_lens, page_table, sizes.batch, q)
     cache.check_cache_dtypes(q, k_cache, v_cache, k_scale, v_scale)
     cache.check_new_keys(q, k_cache, v_cache, k_new, v_new, sizes)
+    positions = None
     if rotary is not None:
         cache.check_rotary(rotary, q)
-    mask_parts, mask_operands = _split_mask(mask)
-    score_parts, score_operands = _split_scores(scores)
-    flags = False, batch_invariant, validate
-    spec = _spec("decode", "", (q, k_cache, v_cache, *score_operands), mask_parts, score_parts, flags, backend, plan)
+        positions = rotary.cos.shape[0]
+    spec, scores, mask = specs.split("decode", (q, k_cache, v_cache), validate=validate, **said)
     new = 0 if k_new is None else k_new.shape[1]
-    positions = None if rotary is None else rotary.cos.shape[0]
-    extent = cache.extent(k_cache, page_table)
-    found = torch.ops.attnworks.lengths(kv_lens, page_table, extent[0], new, extent[1], extent[2], positions, validate)
+    capacity, pages, page_size = cache.extent(k_cache, page_table)
+    found = torch.ops.attnworks.lengths(kv_lens, page_table, capacity, new, pages, page_size, positions, validate)
     lens, table = found[0], None if page_table is None else found[1]
     q, totals = cache.append_new(q, k_cache, v_cache, lens, table, k_new, v_new, rotary)
-    out, lse = torch.ops.attnworks.decode(
-        q, k_cache, v_cache, score_operands, mask_operands, totals, table, k_scale, v_scale, scale, spec
-    )
+    lengths = totals, table, k_scale, v_scale
+    out, lse = torch.ops.attnworks.decode(q, k_cache, v_cache, scores, mask, *lengths, scale, spec)
     return (out, lse) if return_lse else out
 
 
@@ -256,7 +105,7 @@ def attention_decode(
 
 def _call(o: Operands, seq_q: int | None, seq_kv: int | None, scale: float | None, spec: str) -> calls.Call:
     """The eager call that a node stands for, prepared."""
-    said = parse(spec)
+    said = specs.parse(spec)
     masked, scored = iter(o.mask), iter(o.scores)
     parts = tuple(next(masked) if part is None else part for part in said.mask)
     options: dict[str, Any] = {
@@ -404,7 +253,7 @@ def _results(q: Tensor, shape: tuple[int, ...], lse_shape: tuple[int, ...]) -> t
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, scores: Any, mask: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-    said = parse(rest[-1])
+    said = specs.parse(rest[-1])
     problem.check_tensors(q=q, k=k, v=v)
     if said.form == "varlen":
         problem.check_shape("q", q, "total_q heads_q head_dim")
@@ -436,7 +285,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     """Both ops begin with q, k, v, scores, mask and end with scale, spec."""
     q, k, v, scores, mask, *rest, ctx.scale, ctx.spec = inputs
     ctx.counts = len(scores), len(mask)
-    if parse(ctx.spec).form == "decode":
+    if specs.parse(ctx.spec).form == "decode":
         tensors, ctx.longest = (None, None, *rest), (None, None)
     else:
         tensors, ctx.longest = (*rest[:2], None, None, None, None), tuple(rest[2:])
