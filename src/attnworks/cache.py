@@ -6,6 +6,7 @@ All of it happens before a kernel runs, so that a kernel sees only q, a cache, i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -177,6 +178,12 @@ def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
 def indexable(cache: Tensor) -> Tensor:
     """The tensor, or where it has 8 bits its bytes: torch 2.8 indexes no float8 on a CPU."""
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+
+
+def take(cache: Tensor, index: Any) -> Tensor:
+    """cache[index], also of what torch does not index."""
+    # Only where it is needed: a change of dtype, be it to the same one, has no derivative.
+    return indexable(cache)[index].view(cache.dtype) if cache.dtype.itemsize == 1 else cache[index]
 
 
 def append(cache: Tensor, new: Tensor, positions: Tensor, page_table: Tensor | None) -> None:
