@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from attnworks import cache, calls, dispatch, masks, prepared, problem, scores
 from attnworks.dispatch import Explanation
@@ -62,7 +62,7 @@ def attention(
     Raises ``TypeError`` or ``ValueError`` naming the argument, ``UnsupportedError`` with every backend's reasons.
     Source: FlashAttention (arXiv:2205.14135), FlashAttention-2 (arXiv:2307.08691).
     """
-    if is_compiling():
+    if is_dynamo_compiling():
         # fmt: off
         return _traced(
             "attention", q, k, v, mask=mask, scores=scores, scale=scale, layout=layout, return_lse=return_lse,
@@ -76,7 +76,7 @@ def attention(
             q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
             q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
-        if not q_dtype == k_dtype == v_dtype:
+        if q_dtype is not k_dtype or k_dtype is not v_dtype:
             q, k, v = calls.autocast(q, k, v)
             q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
             q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
@@ -98,6 +98,14 @@ def attention(
     launch = prepared.lookup(key) if validate is False else None
     if launch is None:
         problem.check_flags(validate=validate, return_lse=return_lse)
+        if is_compiling():  # torch.export by running this function on fake tensors
+            # fmt: off
+            return _traced(
+                "attention", q, k, v, mask=mask, scores=scores, scale=scale, layout=layout, return_lse=return_lse,
+                deterministic=deterministic, batch_invariant=batch_invariant, backend=backend, plan=plan,
+                validate=validate,
+            )
+            # fmt: on
         described = calls.dense_problem(
             q, k, v, mask, scores, scale, layout, return_lse, deterministic, batch_invariant, watchers
         )
