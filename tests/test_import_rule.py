@@ -20,7 +20,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("dispatch",),
     ("autograd",),
     ("prepared",),
-    ("ops",),
+    ("calls",),
+    ("specs", "ops"),
     ("api",),
     ("workbench", "integrations", "testing"),
 ]

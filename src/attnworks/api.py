@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 
-from attnworks import cache, dispatch, masks, prepared, problem, scores
+from attnworks import cache, calls, dispatch, masks, prepared, problem, scores
 from attnworks.dispatch import Explanation
-from attnworks.masks import Causal, MaskSpec, UserMask, Window
+from attnworks.masks import Causal, UserMask, Window
 from attnworks.plan import Plan
 from attnworks.prepared import watched
-from attnworks.problem import Layout, Operands, Problem, Sizes, last_contiguous, packed_strides, strides_of
+from attnworks.problem import Layout, Operands, last_contiguous
 from attnworks.scores import ScoreSpec, UserScore
 
 Result = Tensor | tuple[Tensor, Tensor]
@@ -62,11 +62,23 @@ def attention(
     Raises ``TypeError`` or ``ValueError`` naming the argument, ``UnsupportedError`` with every backend's reasons.
     Source: FlashAttention (arXiv:2205.14135), FlashAttention-2 (arXiv:2307.08691).
     """
+    if is_dynamo_compiling():
+        # fmt: off
+        return _traced(
+            "attention", q, k, v, mask=mask, scores=scores, scale=scale, layout=layout, return_lse=return_lse,
+            deterministic=deterministic, batch_invariant=batch_invariant, backend=backend, plan=plan, validate=validate,
+        )
+        # fmt: on
     mask_spec: Any
     try:
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         if q_strides[-1] != 1 or k_strides[-1] != 1 or v_strides[-1] != 1:
             q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
+            q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
+        q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
+        if q_dtype is not k_dtype or k_dtype is not v_dtype:
+            q, k, v = calls.autocast(q, k, v)
+            q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
             q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
     except (AttributeError, RuntimeError, IndexError):
         problem.check_tensors(q=q, k=k, v=v)
@@ -78,7 +90,7 @@ def attention(
     # fmt: off
     key = (
         q.shape, k.shape, v.shape, q_strides, k_strides, v_strides,
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, watchers,
+        q_dtype, k_dtype, v_dtype, q.device, k.device, v.device, watchers,
         mask_spec, score_spec, scale, layout, return_lse, deterministic, batch_invariant, backend, plan,
         type(scale), type(return_lse), type(deterministic), type(batch_invariant),  # 1 == True, but is no bool
     )
@@ -86,7 +98,15 @@ def attention(
     launch = prepared.lookup(key) if validate is False else None
     if launch is None:
         problem.check_flags(validate=validate, return_lse=return_lse)
-        described = _dense_problem(
+        if is_compiling():  # torch.export by running this function on fake tensors
+            # fmt: off
+            return _traced(
+                "attention", q, k, v, mask=mask, scores=scores, scale=scale, layout=layout, return_lse=return_lse,
+                deterministic=deterministic, batch_invariant=batch_invariant, backend=backend, plan=plan,
+                validate=validate,
+            )
+            # fmt: on
+        described = calls.dense_problem(
             q, k, v, mask, scores, scale, layout, return_lse, deterministic, batch_invariant, watchers
         )
         launch = prepared.prepare(key, described, backend, plan)
@@ -124,57 +144,25 @@ def attention_varlen(
     ``cu_seqlens_q[-1]`` are 0 with lse -inf. The other arguments and errors are those of ``attention``; offsets that
     fall, do not begin at 0 or end past the rows raise ``ValueError`` (on a GPU only with ``validate=True``).
     """
-    q, k, v = last_contiguous(q, "q"), last_contiguous(k, "k"), last_contiguous(v, "v")
-    problem.check_shape("q", q, "total_q heads_q head_dim")
-    problem.check_shape("k", k, "total_kv heads_kv head_dim", head_dim=q.shape[2])
-    values = validate or q.device.type == "cpu"
-    offsets_q, longest_q = cache.check_offsets("cu_seqlens_q", cu_seqlens_q, q, values=values)
-    offsets_kv, longest_kv = cache.check_offsets("cu_seqlens_kv", cu_seqlens_kv, k, values=values)
-    seq_q = cache.check_max_seqlen("max_seqlen_q", max_seqlen_q, offsets_q, longest_q)
-    seq_kv = cache.check_max_seqlen("max_seqlen_kv", max_seqlen_kv, offsets_kv, longest_kv)
-    mask_spec, mask_operands = masks.split(mask)
-    score_spec, score_operands = _split_scores(scores)
-    watchers = watched(q, k, v, score_operands)
-    # fmt: off
-    key = (
-        prepared.signature(q, k, v), offsets_q.shape, offsets_kv.shape, offsets_q.device, offsets_kv.device,
-        seq_q, seq_kv, watchers, mask_spec, score_spec,
-        scale, return_lse, deterministic, batch_invariant, backend, plan,
-        type(scale), type(return_lse), type(deterministic), type(batch_invariant),
-    )
-    # fmt: on
-    launch = prepared.lookup(key) if validate is False else None
-    if launch is None:
-        problem.check_flags(
-            validate=validate, return_lse=return_lse, deterministic=deterministic, batch_invariant=batch_invariant
-        )
-        sizes = problem.varlen_sizes(q, k, v, offsets_q, offsets_kv, seq_q, seq_kv)
-        problem.check_mask_operands(mask_spec, mask_operands, sizes, q)
-        problem.check_score_operands(score_spec, score_operands, sizes, q)
-        described = Problem(
-            form="varlen",
-            **sizes._asdict(),
-            dtype=q.dtype,
-            device=str(q.device),
-            scale=problem.check_scale(scale, sizes.head_dim),
-            q_strides=packed_strides(q),
-            k_strides=packed_strides(k),
-            v_strides=packed_strides(v),
-            mask=mask_spec,
-            scores=score_spec,
-            total_q=q.shape[0],
-            total_kv=k.shape[0],
-            return_lse=return_lse,
-            differentiable=watchers[0],
-            transformed=watchers[1],
-            traced=watchers[2],
-            deterministic=deterministic,
-            batch_invariant=batch_invariant,
-        )
-        launch = prepared.prepare(key, described, backend, plan)
-    out, lse = launch(
-        Operands(q, k, v, mask_operands, score_operands, cu_seqlens_q=offsets_q, cu_seqlens_kv=offsets_kv)
-    )
+    options: dict[str, Any] = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_kv": cu_seqlens_kv,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_kv": max_seqlen_kv,
+        "mask": mask,
+        "scores": scores,
+        "scale": scale,
+        "return_lse": return_lse,
+        "deterministic": deterministic,
+        "batch_invariant": batch_invariant,
+        "backend": backend,
+        "plan": plan,
+        "validate": validate,
+    }
+    if is_compiling():
+        return _traced("attention_varlen", q, k, v, **options)
+    launch, operands = calls.varlen(q, k, v, **options)
+    out, lse = launch(operands)
     return out if lse is None else (out, lse)
 
 
@@ -212,78 +200,27 @@ def attention_decode(
     Nothing past a sequence's length, and no table entry past its last page, influences a bit. The other arguments and
     errors are those of ``attention``. The caches are written only once every check has passed.
     """
-    q = last_contiguous(q, "q")
-    cache.check_are_caches(k_cache, v_cache)
-    mask_spec, mask_operands = masks.split(mask)
-    score_spec, score_operands = _split_scores(scores)
-    watchers = watched(q, k_cache, v_cache, score_operands)
-    # fmt: off
-    key = (
-        prepared.signature(q, k_cache, v_cache, kv_lens, page_table, k_new, v_new, k_scale, v_scale),
-        torch.is_grad_enabled(), watchers, mask_spec, score_spec,
-        scale, return_lse, batch_invariant, backend, plan,
-        type(scale), type(return_lse), type(batch_invariant),
-    )
-    # fmt: on
-    launch = prepared.lookup(key) if validate is False else None
-    if launch is None:
-        problem.check_flags(validate=validate, return_lse=return_lse, batch_invariant=batch_invariant)
-        sizes, page_size = cache.decode_sizes(q, k_cache, v_cache, page_table)
-        cache.check_lengths_and_table(kv_lens, page_table, sizes.batch, q)
-        kv_dtype = cache.check_cache_dtypes(q, k_cache, v_cache, k_scale, v_scale)
-        cache.check_new_keys(q, k_cache, v_cache, k_new, v_new, sizes)
-        problem.check_mask_operands(mask_spec, mask_operands, sizes, q)
-        problem.check_score_operands(score_spec, score_operands, sizes, q)
-        described = Problem(
-            form="decode",
-            **sizes._asdict(),
-            dtype=q.dtype,
-            device=str(q.device),
-            scale=problem.check_scale(scale, sizes.head_dim),
-            q_strides=strides_of(q, "bshd"),
-            k_strides=strides_of(last_contiguous(k_cache), "bshd"),
-            v_strides=strides_of(last_contiguous(v_cache), "bshd"),
-            mask=mask_spec,
-            scores=score_spec,
-            layout="bshd",
-            kv_dtype=kv_dtype,
-            page_size=page_size,
-            return_lse=return_lse,
-            differentiable=watchers[0],
-            transformed=watchers[1],
-            traced=watchers[2],
-            batch_invariant=batch_invariant,
-        )
-        launch = prepared.prepare(key, described, backend, plan)
-    values = validate or q.device.type == "cpu"
-    new = 0 if k_new is None else k_new.shape[1]
-    page_size = 0 if page_table is None else k_cache.shape[1]
-    capacity = k_cache.shape[1] if page_table is None else page_size * page_table.shape[1]
-    lens = cache.read_kv_lens(kv_lens, capacity, new, values=values)
-    totals = lens + new if new else lens
-    table = None
-    if page_table is not None:
-        table = cache.read_page_table(page_table, totals, k_cache.shape[0], page_size, values=values)
-    if rotary is not None:
-        cache.check_rotary(rotary, q, totals, values=values)
-        q = cache.rotate(q, totals[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device), rotary)
-    if k_new is not None and v_new is not None:
-        positions = lens[:, None] + torch.arange(new, device=q.device)
-        cache.append(k_cache, k_new if rotary is None else cache.rotate(k_new, positions, rotary), positions, table)
-        cache.append(v_cache, v_new, positions, table)
-    out, lse = launch(
-        Operands(
-            q,
-            last_contiguous(k_cache),
-            last_contiguous(v_cache),
-            mask_operands,
-            score_operands,
-            kv_lens=totals,
-            page_table=table,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-    )
+    options: dict[str, Any] = {
+        "kv_lens": kv_lens,
+        "page_table": page_table,
+        "k_new": k_new,
+        "v_new": v_new,
+        "rotary": rotary,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "mask": mask,
+        "scores": scores,
+        "scale": scale,
+        "return_lse": return_lse,
+        "batch_invariant": batch_invariant,
+        "backend": backend,
+        "plan": plan,
+        "validate": validate,
+    }
+    if is_compiling():
+        return _traced("attention_decode", q, k_cache, v_cache, **options)
+    launch, operands = calls.decode(q, k_cache, v_cache, **options)
+    out, lse = launch(operands)
     return out if lse is None else (out, lse)
 
 
@@ -309,63 +246,21 @@ def explain(
     """
     problem.check_flags(validate=validate)
     q, k, v = last_contiguous(q, "q"), last_contiguous(k, "k"), last_contiguous(v, "v")
+    q, k, v = calls.autocast(q, k, v)
     watchers = watched(q, k, v, _split_scores(scores)[1])
-    described = _dense_problem(
+    described = calls.dense_problem(
         q, k, v, mask, scores, scale, layout, return_lse, deterministic, batch_invariant, watchers
     )
     return dispatch.explain(described, backend, plan)
 
 
-# ---- from arguments to a prepared call -------------------------------------------------------------------------------
-
-
-def _dense_problem(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: UserMask,
-    user_scores: tuple[UserScore, ...],
-    scale: float | None,
-    layout: Layout,
-    return_lse: bool,
-    deterministic: bool,
-    batch_invariant: bool,
-    watchers: tuple[bool, bool, bool],
-) -> Problem:
-    problem.check_tensors(q=q, k=k, v=v)
-    problem.check_flags(return_lse=return_lse, deterministic=deterministic, batch_invariant=batch_invariant)
-    sizes = problem.dense_sizes(q, k, v, layout)
-    mask_spec, _, score_spec, _ = _modifiers(mask, user_scores, sizes, q)
-    return Problem(
-        form="dense",
-        **sizes._asdict(),
-        dtype=q.dtype,
-        device=str(q.device),
-        scale=problem.check_scale(scale, sizes.head_dim),
-        q_strides=strides_of(q, layout),
-        k_strides=strides_of(k, layout),
-        v_strides=strides_of(v, layout),
-        mask=mask_spec,
-        scores=score_spec,
-        layout=layout,
-        return_lse=return_lse,
-        differentiable=watchers[0],
-        transformed=watchers[1],
-        traced=watchers[2],
-        deterministic=deterministic,
-        batch_invariant=batch_invariant,
-    )
-
-
-def _modifiers(
-    mask: UserMask, user_scores: tuple[UserScore, ...], sizes: Sizes, q: Tensor
-) -> tuple[MaskSpec, tuple[Tensor, ...], ScoreSpec, tuple[Tensor, ...]]:
-    mask_spec, mask_operands = masks.split(mask)
-    score_spec, score_operands = _split_scores(user_scores)
-    problem.check_mask_operands(mask_spec, mask_operands, sizes, q)
-    problem.check_score_operands(score_spec, score_operands, sizes, q)
-    return mask_spec, mask_operands, score_spec, score_operands
-
-
 # attention()'s parameter ``scores`` hides the module of that name.
 _split_scores: Callable[[object], tuple[ScoreSpec, tuple[Tensor, ...]]] = scores.split
+
+
+def _traced(name: str, *tensors: Tensor, **options: Any) -> Result:
+    """What runs under torch.compile and torch.export, imported with the first of them."""
+    from attnworks import ops
+
+    run: Callable[..., Result] = getattr(ops, name)
+    return run(*tensors, **options)

@@ -6,6 +6,7 @@ All of it happens before a kernel runs, so that a kernel sees only q, a cache, i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,8 +111,37 @@ def _check_used_entries(table: Tensor, totals: Tensor, pages: int, page_size: in
         )
 
 
-def check_rotary(rotary: object, q: Tensor, totals: Tensor, *, values: bool) -> None:
-    """Raises ``TypeError`` or ``ValueError`` unless ``rotary`` fits q (batch, seq_q, heads_q, head_dim) and lengths."""
+def read_lengths(
+    kv_lens: Tensor,
+    page_table: Tensor | None,
+    capacity: int,
+    new: int,
+    pages: int,
+    page_size: int,
+    positions: int | None,
+    *,
+    values: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """``read_kv_lens`` and ``read_page_table``; with ``values`` also that no key's position, once ``new`` are appended,
+    lies past the ``positions`` of a rotary embedding."""
+    lens = read_kv_lens(kv_lens, capacity, new, values=values)
+    totals = lens + new if new else lens
+    if positions is not None and values and totals.numel() and int(totals.max()) > positions:
+        raise ValueError(f"rotary cos: had {positions} positions, must have at least {int(totals.max())}")
+    if page_table is None:
+        return lens, None
+    return lens, read_page_table(page_table, totals, pages, page_size, values=values)
+
+
+def extent(k_cache: Tensor, page_table: Tensor | None) -> tuple[int, int, int]:
+    """(capacity of a sequence, pages, page_size), the last two 0 without pages."""
+    if page_table is None:
+        return k_cache.shape[1], 0, 0
+    return k_cache.shape[1] * page_table.shape[1], k_cache.shape[0], k_cache.shape[1]
+
+
+def check_rotary(rotary: object, q: Tensor) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless ``rotary`` fits q (batch, seq_q, heads_q, head_dim)."""
     if not isinstance(rotary, Rotary):
         raise TypeError(f"rotary: was {rotary!r}, must be None or Rotary(cos, sin)")
     for name, table in (("rotary cos", rotary.cos), ("rotary sin", rotary.sin)):
@@ -127,8 +157,6 @@ def check_rotary(rotary: object, q: Tensor, totals: Tensor, *, values: bool) -> 
         raise ValueError(
             f"rotary cos: had {rotary.cos.shape[1]} columns, must have at most head_dim/2 = {q.shape[-1] // 2}"
         )
-    if values and totals.numel() and int(totals.max()) > rotary.cos.shape[0]:
-        raise ValueError(f"rotary cos: had {rotary.cos.shape[0]} positions, must have at least {int(totals.max())}")
 
 
 def rotate(x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
@@ -152,6 +180,12 @@ def indexable(cache: Tensor) -> Tensor:
     return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
 
 
+def take(cache: Tensor, index: Any) -> Tensor:
+    """cache[index], also of what torch does not index."""
+    # Only where it is needed: a change of dtype, be it to the same one, has no derivative.
+    return indexable(cache)[index].view(cache.dtype) if cache.dtype.itemsize == 1 else cache[index]
+
+
 def append(cache: Tensor, new: Tensor, positions: Tensor, page_table: Tensor | None) -> None:
     """Write new (batch, rows, heads, dim) into the cache at positions (batch, rows), in place."""
     cache, new = indexable(cache), indexable(new)
@@ -161,6 +195,29 @@ def append(cache: Tensor, new: Tensor, positions: Tensor, page_table: Tensor | N
     else:
         page_size = cache.shape[1]
         cache[page_table.gather(1, positions // page_size), positions % page_size] = new
+
+
+def append_new(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lens: Tensor,
+    table: Tensor | None,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    rotary: Rotary | None,
+) -> tuple[Tensor, Tensor]:
+    """Write the new keys and values into the caches; (q turned by its rotary embedding, lengths after the append).
+    Torch operations only, so that a tracer can follow them."""
+    new = 0 if k_new is None else k_new.shape[1]
+    totals = lens + new if new else lens
+    if rotary is not None:
+        q = rotate(q, totals[:, None] - q.shape[1] + torch.arange(q.shape[1], device=q.device), rotary)
+    if k_new is not None and v_new is not None:
+        positions = lens[:, None] + torch.arange(new, device=q.device)
+        append(k_cache, k_new if rotary is None else rotate(k_new, positions, rotary), positions, table)
+        append(v_cache, v_new, positions, table)
+    return q, totals
 
 
 # ---- the shapes and dtypes of a decode call ----

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -100,10 +101,18 @@ def warn_if_quadratic(problem: Problem, chosen: Backend, found: tuple[Verdict, .
     if chosen is not reference or (problem.device.startswith("cpu") and score_bytes <= QUIET_SCORE_BYTES):
         return
     reasons = "; ".join(str(verdict) for verdict in found if not verdict.supported)
-    # The warnings module shows one message once for each place: the line that called attention() or a sibling, three
-    # frames up. The text holds no sizes, so that a loop over lengths does not repeat it.
+    # The warnings module shows one message once for each place: the line that called attention() or a sibling. The text
+    # holds no sizes, so that a loop over lengths does not repeat it.
     warnings.warn(
         f"attention runs on the reference backend, which writes out all scores ({reasons})",
         RuntimeWarning,
-        stacklevel=4,
+        stacklevel=_callers_level(),
     )
+
+
+def _callers_level() -> int:
+    """``warnings.warn``'s stacklevel, for the function that calls this, of the first frame outside the package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("attnworks."):
+        frame, level = frame.f_back, level + 1
+    return level

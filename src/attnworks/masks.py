@@ -143,7 +143,7 @@ def split(mask: object) -> tuple[MaskSpec, tuple[Tensor, ...]]:
     bounds: dict[Align, Bounds] = {}
     others: list[MaskTerm] = []
     operands: list[Tensor] = []
-    for part in _flatten(mask):
+    for part in flatten(mask):
         if isinstance(part, Causal | Window):
             left, right = (None, 0) if isinstance(part, Causal) else (_limit(part.left), _limit(part.right))
             if left is None and right is None:
@@ -173,11 +173,12 @@ def split(mask: object) -> tuple[MaskSpec, tuple[Tensor, ...]]:
     return (*bounds.values(), *others), tuple(operands)
 
 
-def _flatten(mask: object) -> list[object]:
+def flatten(mask: object) -> list[object]:
+    """The parts of an intersection; no part hides nothing."""
     if mask is None:
         return []
     if isinstance(mask, AllOf):
-        return [leaf for part in mask.parts for leaf in _flatten(part)]
+        return [leaf for part in mask.parts for leaf in flatten(part)]
     return [mask]
 
 

@@ -70,8 +70,12 @@ def signature(*tensors: Tensor | None) -> tuple[Hashable, ...] | None:
         return None
 
 
-def watched(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...]) -> tuple[bool, bool, bool]:
-    """Problem's ``differentiable``, ``transformed`` and ``traced``: who watches a call besides its caller."""
+Watchers = tuple[bool, bool, bool, bool]
+
+
+def watched(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...]) -> Watchers:
+    """Who watches a call besides its caller: Problem's ``differentiable``, ``transformed`` and ``traced``; and whether
+    torch's own switch asks that the backward be deterministic."""
     differentiable = torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or any(operand.requires_grad for operand in operands)
     )
@@ -83,4 +87,4 @@ def watched(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...]) -> tu
         or type(k).__torch_dispatch__ is not plain
         or type(v).__torch_dispatch__ is not plain
     )
-    return differentiable, transformed, traced
+    return differentiable, transformed, traced, differentiable and torch.are_deterministic_algorithms_enabled()

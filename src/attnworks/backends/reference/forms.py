@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attnworks.cache import indexable
+from attnworks.cache import take
 from attnworks.problem import Operands, Problem
 
 Core = Callable[[Problem, Operands, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor | None]]
@@ -76,10 +76,7 @@ def cached(cache: Tensor, o: Operands, sequence: int, length: int, scale: Tensor
     else:
         page_size = cache.shape[1]
         pages = o.page_table[sequence, : -(-length // page_size)]
-        owned = indexable(cache)[pages]
-        if owned.dtype != cache.dtype:  # a view of another dtype, even of the same, is one that autograd can't follow
-            owned = owned.view(cache.dtype)
-        rows = owned.flatten(0, 1)[:length]
+        rows = take(cache, pages).flatten(0, 1)[:length]
     if scale is not None:
         # Not rounded to q's dtype: the scores are computed in fp32 anyway.
         rows = rows.to(torch.promote_types(o.q.dtype, torch.float32)) * scale.reshape(-1, 1)

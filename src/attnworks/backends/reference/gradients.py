@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnworks.backends import Gradients, Needs
 from attnworks.backends.reference.backward import backward
-from attnworks.cache import indexable
+from attnworks.cache import take
 from attnworks.problem import Operands, Problem
 
 
@@ -77,7 +77,7 @@ def _rows_first(problem: Problem, x: Tensor) -> Tensor:
 
 def _take(problem: Problem, x: Tensor, index: Any) -> Tensor:
     """One sequence's rows as (1, heads, rows, dim)."""
-    return indexable(_rows_first(problem, x))[index].view(x.dtype).transpose(0, 1)[None]
+    return take(_rows_first(problem, x), index).transpose(0, 1)[None]
 
 
 def _add(problem: Problem, total: Tensor, index: Any, part: Tensor) -> None:
