@@ -33,11 +33,12 @@ def jit(expression: Expression, kind: Kind) -> Any:
     """
     if (expression.kind == "bool") != (kind == "mask"):
         raise ValueError(f"kind: was {kind!r}, but the expression is {expression.kind}")
-    source = to_source(expression, "triton", kind)
+    # The name must be the expression's own: a kernel is compiled with one function for each name and argument types.
+    name = f"{kind}_{hashlib.sha256(to_source(expression, 'triton', kind).encode()).hexdigest()[:16]}"
     space: dict[str, Any] = {"tl": tl, "triton": triton, "__name__": __name__}
     _run(PRELUDES["triton"], space)
-    _run(f"@triton.jit\n{source}", space)
-    return space[kind]
+    _run(f"@triton.jit\n{to_source(expression, 'triton', name)}", space)
+    return space[name]
 
 
 def _run(text: str, space: dict[str, Any]) -> None:
