@@ -18,7 +18,7 @@ def qkv(dtype=torch.float32, seq=8):
 
 def test_the_last_backend_can_do_all_of_the_contract():
     assert dispatch.BACKENDS[-1] is reference
-    assert dispatch.NAMES == ("cpu", "reference")
+    assert dispatch.NAMES == ("cpu", "triton", "reference")
 
 
 def test_every_backend_has_the_six_names_and_agrees_with_itself():

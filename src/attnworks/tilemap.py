@@ -40,8 +40,8 @@ class TileMap:
     """Which tiles of (tile_q, tile_kv) are shown in part or in full; all others are hidden.
 
     Row ``(b · heads + h) · tiles_q + t`` of ``partial`` and ``full`` lists the KV tiles of query tile t; ``batch`` and
-    ``heads`` are 1 where the mask does not depend on them (use b = 0, h = 0). A KV tile that reaches past ``seq_kv`` is
-    never full. ``visible_pairs`` counts query-key pairs over ``batch`` and ``heads``.
+    ``heads`` are 1 where the mask does not depend on them (use b = 0, h = 0). A tile that reaches past ``seq_q`` or
+    ``seq_kv`` is never full. ``visible_pairs`` counts query-key pairs over ``batch`` and ``heads``.
     """
 
     batch: int
@@ -127,8 +127,7 @@ def build(
         at_units, at_tiles = (torch.arange(x.start, x.stop, device=device) for x in (units, tiles))
         counts = _count(spec, operands, sizes, at_units, at_tiles)
         pairs += counts.sum()
-        rows = (seq_q - at_units % sizes.tiles_q * tile_q).clamp_max(tile_q)
-        full = counts == rows[:, None] * tile_kv  # never so where keys of the tile lie past seq_kv
+        full = counts == tile_q * tile_kv  # never so where the tile reaches past the queries or the keys
         states[units.start : units.stop, tiles.start : tiles.stop] = (counts > 0).to(torch.uint8) + full
     partial, shown = ((states == kind).nonzero(as_tuple=True) for kind in (_PARTIAL, _FULL))
     lists = [_compress(row, tile, states.shape[0]) for row, tile in (partial, shown)]
