@@ -60,9 +60,9 @@ struct DecodeProblem {
   int64_t split_kv;
 };
 
-// Decode goes over the keys in blocks, so that K and V of one and what is fetched ahead stay in L2: at least DECODE_BLOCK_KEYS keys of all heads
-// of a task, which is what bounds those.
-constexpr int64_t DECODE_BLOCK_BYTES = 256 << 10, DECODE_BLOCK_KEYS = 32;
+// Decode goes over the keys in blocks, so that K and V of one and what is fetched ahead stay in half of an L2 (512 KiB on Zen 3, shared with
+// whatever runs on the core's other thread): at least DECODE_BLOCK_KEYS keys of all heads of a task, which is what bounds those.
+constexpr int64_t DECODE_BLOCK_BYTES = 128 << 10, DECODE_BLOCK_KEYS = 16;
 
 // One unit of work of the decode: keys [key_begin, key_end) of `heads` KV heads, each for all rows that share it:
 // row r = query * group + g, with group = heads_q / heads_kv, query in [0, seq_q) and g the query head inside the group.

@@ -106,6 +106,22 @@ static void start_tile(const DecodeProblem& p, const DecodeTask& task, int64_t f
   }
 }
 
+// The softmax of R rows of one head: probs take the place of the scores, what was accumulated before is rescaled.
+template <typename T, int R>
+static void softmax_rows(const Tile<T>& tile, int64_t head, int row, const Block<T>& block) {
+  const int64_t state = head * tile.head_stride + row;
+  for (int r = 0; r < R; r++) {
+    const int64_t begin = clamp(tile.begin[row + r] - block.first, 0, block.count);
+    const int64_t end = clamp(tile.end[row + r] - block.first, begin, block.count);
+    float* scores = tile.scores + (head * BLOCK_ROWS + r) * BLOCK_KEYS;
+    const float rescale =
+        softmax_block<T>(scores, block.count, (int)begin, (int)end, tile.running_max[state + r], tile.running_sum[state + r]);
+    if (rescale == 1.f) continue;
+    float* acc = tile.acc + head * tile.head_stride + (row + r) * tile.acc_stride;
+    for (int64_t c = 0; c < tile.acc_stride; c += W) store(acc + c, mul(set1(rescale), load(acc + c)));
+  }
+}
+
 // What one block of keys means for R rows of each head from `row` on. Keys and values are gone over in the order of memory where the
 // heads of a key lie side by side: the hardware's prefetchers follow nothing else.
 template <typename T, int R>
@@ -116,28 +132,23 @@ static void attend(const DecodeProblem& p, const Tile<T>& tile, int64_t heads, i
     score_row(q, block.keys, p.k.head, block.count, p.head_dim, tile.scores, values_ahead);
   else
     score_block<T, R>(q, block.keys, p.k.head, block.count, p.head_dim, tile.scores, values_ahead);
-  for (int64_t head = 0; head < heads; head++) {
-    const int64_t state = head * tile.head_stride + row;
-    for (int r = 0; r < R; r++) {
-      const int64_t begin = clamp(tile.begin[row + r] - block.first, 0, block.count);
-      const int64_t end = clamp(tile.end[row + r] - block.first, begin, block.count);
-      float* scores = tile.scores + (head * BLOCK_ROWS + r) * BLOCK_KEYS;
-      const float rescale =
-          softmax_block<T>(scores, block.count, (int)begin, (int)end, tile.running_max[state + r], tile.running_sum[state + r]);
-      if (rescale == 1.f) continue;
-      float* acc = tile.acc + head * tile.head_stride + (row + r) * tile.acc_stride;
-      for (int64_t c = 0; c < tile.acc_stride; c += W) store(acc + c, mul(set1(rescale), load(acc + c)));
-    }
-  }
   // A few keys at a time, so that V is read nearly in order of memory although not all columns fit the registers.
   constexpr int FEW = R == 1 ? 8 : 32;
   for (int j = 0; j < block.count; j += FEW)
     for (int64_t head = 0; head < heads; head++) {
+      if (j == 0) softmax_rows<T, R>(tile, head, row, block);
       const float* probs = tile.scores + head * BLOCK_ROWS * BLOCK_KEYS + (PAIRS<T> ? j / 2 : j);
       float* acc = tile.acc + head * tile.head_stride + row * tile.acc_stride;
       weigh_block<T, R>(probs, block.values + j, (int)smaller(FEW, block.count - j), head * p.v.head, 0, p.head_dim_v, acc, tile.acc_stride,
                         keys_ahead);
     }
+}
+
+// `columns` elements from each row, as one row where they lie side by side.
+template <typename T>
+static Ahead fetch_rows(const DecodeTask& task, const T* const* rows, int count, int64_t stride, int64_t columns) {
+  const bool joined = !task.pages && stride == columns;
+  return joined ? Ahead(rows, 1, count * columns) : Ahead(rows, count, columns);
 }
 
 // A tile of rows of each head against all keys of the split that any of them sees.
@@ -148,7 +159,9 @@ static void run_tile(const DecodeProblem& p, const DecodeTask& task, int rows, c
   find_block(p, task, tile.begin[0], end, tile.zero_row, *block);
   while (block->count > 0) {
     find_block(p, task, block->first + block->count, end, tile.zero_row, *next);
-    Ahead values_ahead(block->values, block->count, task.heads * p.head_dim_v), keys_ahead(next->keys, next->count, task.heads * p.head_dim);
+    const Block<T>& then = next->count > 0 ? *next : *block;  // after the last block there is nothing to fetch
+    Ahead values_ahead = fetch_rows(task, block->values, block->count, p.v.row, task.heads * p.head_dim_v);
+    Ahead keys_ahead = fetch_rows(task, then.keys, then.count, p.k.row, task.heads * p.head_dim);
     for (int row = 0, size; row < rows; row += size) {
       const int left = rows - row;
       size = left > 4 ? BLOCK_ROWS : left > 2 ? 4 : left;
@@ -156,7 +169,7 @@ static void run_tile(const DecodeProblem& p, const DecodeTask& task, int rows, c
       if (tile.begin[row] >= block->first + block->count || row_end <= block->first) continue;
       const auto kernel = size == 8 ? attend<T, BLOCK_ROWS> : size == 4 ? attend<T, 4> : size == 2 ? attend<T, 2> : attend<T, 1>;
       kernel(p, tile, task.heads, row, *block, values_ahead, keys_ahead);
-      values_ahead = keys_ahead = Ahead();  // once is enough
+      values_ahead = keys_ahead = Ahead(&tile.zero_row, 1, tile.acc_stride);  // once is enough
     }
     Block<T>* done = block;
     block = next;

@@ -12,7 +12,7 @@ namespace attnworks::ATTNWORKS_ISA {
 
 constexpr int BLOCK_ROWS = W >= 16 ? 8 : 4;  // most rows that share the registers of a product
 constexpr int SUMS = W >= 16 ? W : 8;        // accumulating registers of a product: enough to hide the latency of an FMA
-constexpr int BLOCK_KEYS = 128;              // most keys between two updates of running_max
+constexpr int BLOCK_KEYS = 64;               // most keys between two updates of running_max
 constexpr int STEP = 2 * W;                  // elements of a row that are loaded at once
 static_assert(SUMS % W == 0 && BLOCK_KEYS % STEP == 0 && SUMS / BLOCK_ROWS >= 2);
 
@@ -60,28 +60,33 @@ ATTNWORKS_INLINE Vec multiply_add(Vec a, Vec b, Vec sum) {
     return fma(a, b, sum);
 }
 
-// Rows to fetch into L2, a cache line at a time and in order, spread evenly over the arithmetic on the rows before them. The hardware's
-// prefetchers stop at every page and see too many streams.
-struct Ahead {
-  const void *const *row = nullptr, *const *end = nullptr;
-  int64_t bytes = 0, offset = 0;  // of one row
+// Rows to fetch into L2, a cache line at a time and in order, spread evenly over the arithmetic on the rows before them: in bursts they
+// would keep loads waiting. The hardware's prefetchers stop at every page and see too many streams. After the
+// last row it begins again, which costs less than to ask each time.
+class Ahead {
+  const char *at = nullptr, *stop = nullptr;
+  const void *const *row = nullptr, *const *first = nullptr, *const *end = nullptr;
+  int64_t bytes = 0;  // of one row
 
-  Ahead() = default;
+  __attribute__((always_inline)) void next_row() {
+    if (row == end) row = first;
+    at = (const char*)*row++;
+    stop = at + bytes;
+  }
+
+ public:
   template <typename T>
   Ahead(const T* const* rows, int count, int64_t columns)
-      : row((const void* const*)rows), end(row + count), bytes(columns * (int64_t)sizeof(T)) {}
-
+      : row((const void* const*)rows), first(row), end(row + count), bytes(columns * (int64_t)sizeof(T)) {
+    next_row();
+  }
   template <int LINES>
   __attribute__((always_inline)) void step() {
 #pragma GCC unroll 8
     for (int i = 0; i < LINES; i++) {
-      if (row == end) return;
-      prefetch((const char*)*row + offset);
-      offset += 64;
-      if (offset >= bytes) {
-        offset = 0;
-        row++;
-      }
+      prefetch(at);
+      at += 64;
+      if (__builtin_expect(at >= stop, 0)) next_row();
     }
   }
 };
@@ -205,7 +210,7 @@ static float softmax_block(float* scores, int count, int begin, int end, float& 
       store(scores + j + W, probs1);
     }
   }
-  const float rescale = exp2_scalar(before - shift);
+  const float rescale = before == shift ? 1.f : exp2_scalar(before - shift);  // the same, without waiting for it
   running_sum = running_sum * rescale + reduce_add(add(sum0, sum1));
   return rescale;
 }
@@ -213,7 +218,7 @@ static float softmax_block(float* scores, int count, int begin, int end, float& 
 // acc[r] += sum over j of probs[r][j] * values[j][head_offset ...], for N Vecs of columns (the first `columns` <= N * W of them, N = 2 if fewer).
 template <typename T, int R, int N>
 ATTNWORKS_INLINE void weigh_columns(const float* probs, const T* const* values, int count, int64_t head_offset, int64_t column,
-                                    int columns, float* acc, int64_t acc_stride, Ahead& ahead) {
+                                    int columns, float* acc, int64_t acc_stride, Ahead& fetch) {
   constexpr int ROWS = PAIRS<T> ? 2 : 1, UNROLL = 4;  // rows of V in a product, products between two looks at the loop's end
   Vec sums[R][N];
 #pragma GCC unroll 8
@@ -244,12 +249,14 @@ ATTNWORKS_INLINE void weigh_columns(const float* probs, const T* const* values, 
       for (int i = 0; i < N; i++) sums[r][i] = multiply_add<T>(prob, value[i], sums[r][i]);
     }
   };
+  Ahead ahead = fetch;
   int j = 0;
   for (; j + UNROLL * ROWS <= count; j += UNROLL * ROWS) {
     ahead.step<lines(UNROLL * ROWS * N * W * sizeof(T))>();
 #pragma GCC unroll 4
     for (int i = 0; i < UNROLL; i++) accumulate(j + i * ROWS);
   }
+  fetch = ahead;
 #pragma GCC unroll 1
   for (; j < count; j += ROWS) accumulate(j);
 #pragma GCC unroll 8
