@@ -110,7 +110,7 @@ def corrects_after_the_product(q, k, v, softmax_scale=None, causal=False):
             o_i = o_i * alpha.unsqueeze(-1) + PV
         m_i = m_ij
     o_i = o_i / l_i.masked_fill(l_i == 0, 1).unsqueeze(-1)
-    return o_i.reshape(B, H, M, -1).transpose(1, 2).to(q.dtype)
+    return o_i.reshape(B, H, M, v.shape[-1]).transpose(1, 2).to(q.dtype)
 
 
 class _Fragment:
@@ -210,6 +210,8 @@ def state_begins_in_the_loop(q, k, v, softmax_scale=None, causal=False):
 
     i, state = torch.arange(x.shape[2])[:, None] + y.shape[2] - x.shape[2], fresh()
     for j, (keys, values) in enumerate(zip(y.split(48, 2), z.split(48, 2), strict=True)):
+        if not keys.shape[2]:
+            break
         if broken() or j == 0:
             state = fresh()
         s = (x * scale) @ keys.mT
