@@ -1,6 +1,7 @@
 """How good ``attnworks diagnose`` is: wrong kernels that nobody who wrote its rules had seen, diagnosed one by one.
 
-    python benchmarks/diagnose.py                     both sets of tests/workbench/held_out.py, on all cores
+    python benchmarks/diagnose.py                     all sets of tests/workbench/held_out.py, on all cores
+    python benchmarks/diagnose.py --set third
     python benchmarks/diagnose.py --seed 3 --match dQ
     python benchmarks/diagnose.py --markdown docs/results/diagnose.md
 
@@ -42,64 +43,96 @@ NAMES: dict[str, tuple[str, ...]] = {
     "causal origin wrong": ("longest length for all", "aligned top-left", "causal before the append"),
     "causal ignored": ("causal ignored",),
     "causal loop ends early": ("diagonal tile skipped", "causal by tile"),
+    "causal the wrong way round": ("causal upside down",),
+    "diagonal tile not masked": ("causal by tile",),
     "window off by one": ("window one short", "window one long", "window one long on the right"),
     "window left end ignored": ("window without left end",),
     "window right end ignored": ("window without right end",),
     "window top-left": ("aligned top-left",),
     "mask inverted": ("boolean mask inverted",),
+    "mask added as numbers": ("boolean mask ignored",),
+    "mask after the softmax": ("masked after softmax",),
+    "hidden scores are 0": ("hidden scores are 0",),
+    "finite stand-in hides": ("hidden scores are -10000", "empty rows give the mean"),
     "mask or bias broadcast wrong": ("mask of head 0", "bias of head 0", "bias of sequence 0"),
     "bias scaled": ("bias scaled",),
     "rows without keys": ("empty rows give NaN", "hidden tiles give NaN", "empty rows give the mean"),
     "LSE of rows without keys": ("finite lse of empty rows",),
     "accumulator not rescaled": ("accumulator not rescaled",),
     "sum not rescaled": ("sum not rescaled",),
+    "rescaled upside down": ("rescaled upside down",),
+    "rescaled after adding": ("rescaled after adding",),
+    "accumulator overwritten": ("accumulator overwritten by each tile",),
+    "only the last tile": ("last tile only",),
+    "only the first tile": ("first tile only",),
+    "exp2 without log2 e": ("exp2 for exp",),
     "not normalised": ("not divided by the sum",),
     "softmax over the wrong axis": ("softmax over queries",),
     "maximum not subtracted": ("maximum not subtracted",),
     "finite initial maximum": ("finite initial maximum",),
     "tail not masked": ("tail keys unmasked", "tail weighted by 0"),
     "tail dropped": ("last partial tile dropped",),
+    "tail reads on": ("sequences not apart", "tail keys unmasked"),
+    "first key dropped": ("first key dropped",),
     "last query tile dropped": ("tail rows unwritten",),
     "wrong GQA head map": ("KV head by remainder", "KV head 0 for all"),
     "K and V of different heads": ("K and V heads differ",),
     "K and V swapped": ("K and V exchanged",),
     "strides ignored": ("strides ignored",),
+    "page stride": ("page stride from sizes", "strides ignored"),
+    "K and V of sequence 0": ("K and V of sequence 0",),
     "writes into an input": ("writes into q",),
     "NaN swallowed": ("NaN swallowed",),
     "LSE in base 2": ("lse in base 2",),
     "LSE without the maximum": ("lse without the maximum",),
     "LSE without the sink": ("sink left out of the lse",),
+    "LSE not written": ("lse not written",),
     "low-precision accumulation": ("fp16 accumulation", "sum in low precision"),
     "rounded too early": ("scores rounded", "probs in fp8"),
+    "products in tf32": ("products in tf32",),
     "softcap missing": ("softcap ignored",),
     "softcap in the wrong place": ("softcap before scale", "softcap after mask"),
+    "softcap by exponentials": ("softcap by exponentials",),
     "ALiBi sign": ("alibi sign", "alibi distance signed"),
     "ALiBi origin": ("alibi from the first key",),
+    "ALiBi of another head": ("alibi of the wrong head",),
     "sink ignored": ("sink ignored",),
     "sink scaled": ("sink scaled",),
     "sink left out of the maximum": ("sink outside the maximum",),
     "splits merged without LSE": ("splits averaged",),
+    "splits summed": ("splits summed",),
     "merge of empty splits": ("hidden tiles give NaN", "empty rows give NaN"),
     "race": ("changes from call to call",),
     "sequences mixed": ("sequences not apart",),
     "key offsets wrong": ("key offsets from queries",),
+    "rows past the end": ("rows past the end unwritten",),
     "cache lengths ignored": ("cache lengths ignored",),
+    "longest length for all": ("longest length for all",),
     "length off by one": ("last key dropped",),
     "wrong page": ("page repeated", "pages in order", "stale page"),
     "new keys not read": ("new keys not appended",),
     "cache scale dropped": ("v_scale dropped", "k_scale dropped"),
     "delta missing": ("delta missing",),
     "delta wrong": ("delta missing",),
+    "delta's sign": ("delta of the wrong sign",),
+    "dS without P": ("dS without probs",),
+    "dS rounded": ("dS in fp8",),
     "dQ unscaled": ("dq not scaled",),
+    "dQ scaled twice": ("dq scaled twice",),
     "dK unscaled": ("dk not scaled",),
+    "dK scaled twice": ("dk scaled twice",),
+    "dK, dV of the last rows": ("dk, dv of the last query tile",),
     "dK, dV of one query head": ("dk, dv of one query head",),
     "dV not normalised": ("probs not normalised in backward",),
     "mask missing in backward": ("mask missing in backward",),
     "causal top-left in backward": ("mask missing in backward",),
+    "padding in backward": ("padding scored 0 in backward",),
+    "empty rows in gradients": ("empty rows leak into gradients",),
     "dQ misses tiles": ("last tile missing in dq", "dq overwritten by each tile"),
     "softcap's derivative missing": ("softcap slope missing",),
     "LSE cotangent ignored": ("lse cotangent ignored",),
     "dBias scaled": ("bias gradient scaled",),
+    "dSink missing": ("sink gradient missing",),
 }
 
 
@@ -147,19 +180,24 @@ def diagnose_one(index: int, seed: int) -> Row:
     return Row(kernel.name, kernel.cause or "", said, found.certainty, distance, rank, verdict, seconds)
 
 
-def kernels() -> list[HeldOut]:
-    """The first and the second set of held-out kernels."""
-    from workbench.held_out import SECOND, SUBJECTS
+def sets() -> dict[str, list[HeldOut]]:
+    from workbench.held_out import SECOND, SUBJECTS, THIRD
 
-    return [*SUBJECTS, *SECOND]
+    return {"first": SUBJECTS, "second": SECOND, "third": THIRD}
+
+
+def kernels() -> list[HeldOut]:
+    """All sets, one after the other."""
+    return [kernel for one in sets().values() for kernel in one]
 
 
 def run(seed: int, match: str, which: str, jobs: int) -> list[Row]:
-    from workbench.held_out import SUBJECTS
-
-    first, everything = len(SUBJECTS), kernels()
-    places = {"first": range(first), "second": range(first, len(everything)), "both": range(len(everything))}[which]
-    chosen = [i for i in places if match in everything[i].name or match in (everything[i].cause or "")]
+    everything = [(name, kernel) for name, one in sets().items() for kernel in one]
+    chosen = [
+        index
+        for index, (name, kernel) in enumerate(everything)
+        if which in (name, "all") and (match in kernel.name or match in (kernel.cause or ""))
+    ]
     rows: dict[int, Row] = {}
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         waiting = {pool.submit(diagnose_one, index, seed): index for index in chosen}
@@ -206,7 +244,7 @@ def markdown(rows: list[Row], found: dict[str, Any], header: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", dest="which", choices=("first", "second", "both"), default="both")
+    parser.add_argument("--set", dest="which", choices=("first", "second", "third", "all"), default="all")
     parser.add_argument("--match", default="", help="only kernels whose name or cause holds this")
     parser.add_argument("--jobs", type=int, help="processes (default: one for each core)")
     parser.add_argument("--markdown", type=Path, help="also write the table to this file")

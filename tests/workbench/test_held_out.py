@@ -20,9 +20,10 @@ from attnworks.workbench.conventions import as_subject
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.oracle import Tensors, expect, roundoff
 from attnworks.workbench.subjects import Declined
-from workbench.held_out import CAUSES, SECOND, SUBJECTS, HeldOut
+from workbench.held_out import CAUSES, SECOND, SUBJECTS, THIRD, HeldOut
+from workbench.held_out_kernels import third
 
-BOTH = SUBJECTS + SECOND
+ALL = SUBJECTS + SECOND + THIRD
 
 CAUSAL = (Causal(),)
 BF16 = torch.bfloat16
@@ -38,32 +39,42 @@ _NAMED = {
     "causal, gradient of the LSE": replace(_PLAIN, mask=CAUSAL, gradients=True, lse_cotangent=True),
     "causal, square": replace(_PLAIN, seq_q=90, mask=CAUSAL),
     "causal, more queries": replace(_PLAIN, seq_q=90, seq_kv=60, mask=CAUSAL),
-    "causal, far more queries": replace(_PLAIN, seq_q=200, seq_kv=180, mask=CAUSAL),
+    "causal, far more queries": replace(_PLAIN, seq_q=200, seq_kv=180, mask=CAUSAL, gradients=True),
     "grouped": replace(_PLAIN, heads_q=8, gradients=True),
     "grouped, causal, square": replace(_PLAIN, heads_q=8, seq_q=90, mask=CAUSAL),
     "rising maximum": replace(_PLAIN, generator="rising maximum"),
     "large scores": replace(_PLAIN, generator="large scores"),
     "strongly negative": replace(_PLAIN, generator="strongly negative"),
+    "strongly negative, gradients": replace(_PLAIN, generator="strongly negative", gradients=True),
     "scale": replace(_PLAIN, scale=0.3),
     "head dims 40/80": replace(_PLAIN, head_dim=40, head_dim_v=80),
     "one NaN": replace(_PLAIN, generator="nan query"),
     "swapped strides": replace(_PLAIN, memory="swapped"),
-    "window": replace(_PLAIN, mask=(Window(9, 4),)),
+    "window": replace(_PLAIN, mask=(Window(9, 4),), gradients=True),
     "boolean mask": replace(_PLAIN, mask=(BooleanRule(empty_row=True),)),
     "bias": replace(_SCORED, scores=(BiasRule(),), gradients=True),
     "softcap": replace(_SCORED, scores=(Softcap(2.0),), mask=CAUSAL, gradients=True),
+    "bias without heads": replace(_SCORED, scores=(BiasRule("b1qk"),)),
+    "softcap, large scores": replace(_SCORED, scores=(Softcap(2.0),), generator="large scores"),
     "alibi": replace(_SCORED, scores=(AlibiRule(),)),
-    "sink": replace(_SCORED, scores=(SinkRule(3.0),)),
+    "sink": replace(_SCORED, scores=(SinkRule(3.0),), gradients=True),
     "large sink": replace(_SCORED, scores=(SinkRule(30000.0),)),
     "bf16": replace(_PLAIN, dtype=BF16),
     "bf16, large scores": replace(_PLAIN, dtype=BF16, generator="large scores"),
     "packed": _PACK,
     "packed, causal": replace(_PACK, mask=CAUSAL, gradients=True),
     "packed, window": replace(_PACK, mask=(Window(9, 4),)),
+    "packed, grouped": replace(_PACK, heads_q=4, heads_kv=2, lengths=((5, 5), (20, 140), (0, 30), (9, 0), (30, 7))),
+    "packed, more queries": replace(_PACK, lengths=((7, 3), (40, 20)), mask=CAUSAL),
+    "packed, alibi": replace(_PACK, scores=(AlibiRule(),)),
+    "packed, head dim 40": replace(_PACK, head_dim=40, head_dim_v=40),
+    "packed, rows to spare": replace(_PACK, spare=3),
     "pages": _CACHE,
     "pages, no mask": replace(_CACHE, mask=()),
     "cache": replace(_CACHE, page_size=0),
     "cache, append": replace(_CACHE, page_size=0, new_keys=2),
+    "cache, a view": replace(_CACHE, page_size=0, memory="gapped"),
+    "cache, bf16, long": replace(_CACHE, dtype=BF16, page_size=0, seq_kv=1500, lengths=((2, 1500), (2, 7))),
     "8-bit cache": replace(_CACHE, dtype=BF16, cache_dtype=torch.int8),
     "bf16, 8k keys": replace(_PLAIN, dtype=BF16, batch=1, seq_q=3, seq_kv=8192),
 }
@@ -76,7 +87,9 @@ def _rounding(case: Case) -> float:
     """How far right kernels may be off, in roundings of the input dtype: of the inputs, P and the output, and of sums
     in fp32, which large scores multiply."""
     sums = roundoff(torch.float32) / roundoff(case.dtype)
-    return 1.5 + sums * (14 + 4 * LARGEST_SCORE.get(case.generator, 3))
+    # There dQ and dK are what remains of vectors 14,000 times as long: only what is not finite shows.
+    cancelled = 14_000 if case.generator == "strongly negative" and case.gradients else 1
+    return 1.5 + sums * (14 + 4 * LARGEST_SCORE.get(case.generator, 3)) * cancelled
 
 
 @cache
@@ -86,7 +99,7 @@ def _expected(case: Case) -> Tensors:
 
 def _miss(held: HeldOut, case: Case) -> float | None:
     """The largest relative error of a tensor in roundings of the input dtype; infinite where what is not finite is not
-    the same, or an input was changed. None where the kernel does not do the case."""
+    the same, an input was changed or rows outside the problem are not 0. None where the kernel does not do the case."""
     subject, inputs = as_subject(held.function, held.convention), case.build()
     if subject.reasons(inputs):
         return None
@@ -97,6 +110,8 @@ def _miss(held: HeldOut, case: Case) -> float | None:
     except Declined:
         return None
     if any(not torch.equal(_bits(x), _bits(old)) for x, old in zip(_read_only(inputs), before, strict=True)):
+        return math.inf
+    if bool((inputs.outside(out) != 0).any()):
         return math.inf
     if case.lse_cotangent and (lse is None or not lse.requires_grad):
         return None
@@ -128,7 +143,7 @@ def _gradients(inputs: Inputs, leaves: dict[str, Tensor], out: Tensor, lse: Any)
         cotangents.append(inputs.scatter_lse([part.d_lse for part in inputs.values if part.d_lse is not None], lse))
     found = torch.autograd.grad(results, list(leaves.values()), cotangents, materialize_grads=True)
     return {
-        f"d{name}": [grad] if name == "bias" else inputs.gather(grad, keys=name != "q")
+        f"d{name}": [grad] if name in ("bias", "sink") else inputs.gather(grad, keys=name != "q")
         for name, grad in zip(leaves, found, strict=True)
     }
 
@@ -145,7 +160,7 @@ def _distance(got: Tensors, want: Tensors, unit: float) -> float:
     return worst
 
 
-@pytest.mark.parametrize("held", [held for held in BOTH if not held.right], ids=lambda held: held.function.__name__)
+@pytest.mark.parametrize("held", [held for held in ALL if not held.right], ids=lambda held: held.function.__name__)
 def test_wrong_kernels_miss_by_far_more_than_rounding(held: HeldOut) -> None:
     largest = 0.0
     for case in CASES * (5 if held.cause == "race" else 1):
@@ -157,7 +172,7 @@ def test_wrong_kernels_miss_by_far_more_than_rounding(held: HeldOut) -> None:
     pytest.fail(f"{held.name} Missed by {largest:.3g} times what right kernels may")
 
 
-@pytest.mark.parametrize("held", [held for held in BOTH if held.right], ids=lambda held: held.function.__name__)
+@pytest.mark.parametrize("held", [held for held in ALL if held.right], ids=lambda held: held.function.__name__)
 def test_right_kernels_miss_by_no_more_than_rounding(held: HeldOut) -> None:
     misses = {case: _miss(held, case) for case in CASES}
     done = {case: miss for case, miss in misses.items() if miss is not None}
@@ -165,17 +180,28 @@ def test_right_kernels_miss_by_no_more_than_rounding(held: HeldOut) -> None:
     assert not {case.name: miss for case, miss in done.items() if miss > _rounding(case)}
 
 
+@pytest.mark.parametrize("held", [held for held in THIRD if not held.right], ids=lambda held: held.function.__name__)
+def test_third_kernels_have_no_other_fault(held: HeldOut) -> None:
+    with third.repaired():
+        misses = {case: _miss(held, case) for case in CASES if case.heads_q == case.heads_kv or _groups(held)}
+    done = {case: miss for case, miss in misses.items() if miss is not None}
+    assert len(done) >= 2
+    assert not {case.name: miss for case, miss in done.items() if miss > _rounding(case)}
+
+
 def test_every_cause_is_defined_and_used() -> None:
-    wrong = [held for held in SUBJECTS if not held.right]
-    assert {held.cause for held in wrong} - {None} == set(CAUSES)
-    assert len({held.name for held in SUBJECTS}) == len(SUBJECTS)
-    assert sum(held.cause is not None for held in wrong) >= 45
-    assert sum(held.cause is None for held in wrong) >= 4 and len(SUBJECTS) - len(wrong) >= 6
+    assert {held.cause for held in ALL} - {None} == set(CAUSES)
+    assert len({held.name for held in ALL}) == len({held.function.__name__ for held in ALL}) == len(ALL)
 
 
-def test_the_second_set_is_as_wide() -> None:
-    wrong = [held for held in SECOND if not held.right]
-    causes = {held.cause for held in wrong} - {None}
-    assert causes <= set(CAUSES) and len(causes) >= 30
-    assert sum(held.cause is None for held in wrong) >= 3 and len(SECOND) - len(wrong) >= 4
-    assert len({held.name for held in BOTH}) == len({held.function.__name__ for held in BOTH}) == len(BOTH)
+@pytest.mark.parametrize(
+    ("held", "named", "causes", "unnamed", "right"),
+    [(SUBJECTS, 45, 45, 4, 6), (SECOND, 45, 30, 3, 4), (THIRD, 60, 50, 5, 4)],
+    ids=["first", "second", "third"],
+)
+def test_every_set_is_wide(held: list[HeldOut], named: int, causes: int, unnamed: int, right: int) -> None:
+    """At least so many kernels with a cause, causes, kernels with a fault that must not be named, and right ones."""
+    found = [one.cause for one in held if one.cause]
+    assert len(found) >= named and len(set(found)) >= causes
+    assert sum(one.cause is None and not one.right for one in held) >= unnamed
+    assert sum(one.right for one in held) >= right
