@@ -15,7 +15,7 @@ from attnworks.workbench.conventions import BY_NAME
 from attnworks.workbench.isolation import TIMEOUT
 from attnworks.workbench.probing import Prepared, prepare
 from attnworks.workbench.sweep import Coverage
-from attnworks.workbench.verify import Result, chosen_subjects
+from attnworks.workbench.verify import Ahead, Result, chosen_subjects
 from attnworks.workbench.verify import verify as run
 
 
@@ -77,11 +77,17 @@ def verify(
     elif run_mutants:
         _mutants(seed, as_json)
     else:
-        prepared = None if target is None else prepare(target, convention, isolated=not in_process, timeout=timeout)
-        subjects = chosen_subjects(backend, quick) if prepared is None else (prepared.subject,)
-        started = time.monotonic()
-        with output.progress() as progress:
-            results = run(subjects=subjects, cases=cases, quick=quick, seed=seed, budget=budget, progress=progress)
+        with Ahead() as ahead, output.progress() as progress:
+            prepared = None
+            if target is not None:
+                if not cases and not in_process:  # the other process takes seconds to load torch
+                    ahead.guess(catalogue.select(quick=True, seed=seed))
+                prepared = prepare(target, convention, isolated=not in_process, timeout=timeout)
+            subjects = chosen_subjects(backend, quick) if prepared is None else (prepared.subject,)
+            started = time.monotonic()
+            results = run(
+                subjects=subjects, cases=cases, quick=quick, seed=seed, budget=budget, progress=progress, ahead=ahead
+            )
         coverage = summary.coverage(subjects, results)
         if report:
             _report(report, results, coverage, seed, budget, time.monotonic() - started)
