@@ -149,8 +149,8 @@ class Case:
         return self._built([replace(part) for part in _values(self)], poison)
 
     def outline(self) -> Inputs:
-        """What ``build`` gives with zeros for values, in a fraction of the time: to ask whether somebody runs it. Shared
-        by whoever asks, so not to be written to."""
+        """What ``build`` gives with zeros for values, in a fraction of the time: to ask whether somebody runs it.
+        Shared by whoever asks, so not to be written to."""
         return _outline(self)
 
     def _built(self, values: list[SequenceTensors], poison: float) -> Inputs:

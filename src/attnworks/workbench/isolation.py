@@ -63,7 +63,7 @@ class Isolated(Guarded):
         self._files, self._numbers = itertools.count(), itertools.count()
         self._worker: _Worker | None = None
         try:
-            self.name, self.abilities, self.about, self._convention = self._running().about
+            self.name, self.abilities, self.about, self._called = self._running().about
         except BaseException:
             self.close()
             raise
@@ -83,8 +83,10 @@ class Isolated(Guarded):
         if self.deaths >= MOST_DEATHS:
             return (f"not called any more: it crashed or hung {self.deaths} times",)
         found = self.abilities.reasons(inputs, differentiable)
-        if found or self._convention is not None:
-            return found or self._convention.reasons(inputs, differentiable)
+        if not found and self._called is not None:
+            return self._called.reasons(inputs, differentiable)
+        if found:
+            return found
         packed = pack(_bare(inputs))
         try:
             answer = self._ask("reasons", (packed.payload, self._share(packed.memory), differentiable))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -174,7 +174,8 @@ def verify(
     ``cases``: ``Case`` objects, names of cases of the sweep, or patterns of ``catalogue.select``. ``quick``: the short
     list. ``seed``: of the random inputs and of the sweep's design. ``budget``: minutes, after which no further check is
     begun; what finds most comes first, and where time is left, sweeps of further seeds follow. ``subjects``: what to
-    verify instead of the backends. ``ahead``: answers that somebody has begun to work out. Raises ``ValueError`` for a backend or pattern that matches nothing.
+    verify instead of the backends. ``ahead``: answers that somebody has begun to work out. Raises ``ValueError`` for a
+    backend or pattern that matches nothing.
     """
     verified = chosen_subjects(backend, quick) if subjects is None else tuple(subjects)
     jobs = schedule.jobs(verified, cases, quick=quick, seed=seed)
@@ -195,11 +196,14 @@ def _with_answers(jobs: Iterable[schedule.Job], ahead: Ahead) -> Iterator[tuple[
     """The jobs with their answers, which are worked out while the jobs before them run. Not beside properties, which
     set the number of threads and measure the process's memory."""
     ahead.settle()
-    for job, following in pairwise(chain(jobs, (None,))):
-        answers = ahead.take(*_wanted(job))
+    coming = iter(jobs)
+    job = next(coming, None)
+    while job is not None:
+        answers, following = ahead.take(*_wanted(job)), next(coming, None)
         if following is not None and not job.properties and not following.properties and _asked(following):
             ahead.begin(*_wanted(following))
         yield job, answers
+        job = following
 
 
 def _wanted(job: schedule.Job) -> tuple[Case, bool]:
@@ -210,7 +214,6 @@ def _asked(job: schedule.Job) -> bool:
     """Whether any subject runs the job's case."""
     inputs = job.case.outline()
     return any(not subject.reasons(inputs) for subject in job.subjects)
-
 
 
 def chosen_subjects(backend: str, quick: bool) -> tuple[Subject, ...]:
