@@ -68,8 +68,8 @@ def check(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, seed: 
     """Compare ``out`` (batch, heads_q, seq_q, head_dim_v) with fp64 attention of q, k, v in "bhsd".
 
     The bound of an element is 8 (u + 2^-24 scale |q|ᵀ|k|) carried through P |V|, u being the dtype's unit roundoff,
-    plus the dtype's smallest number and, for each weight, what may underflow to 0; it holds for every correct kernel. Rows without a visible key must be 0; NaN
-    fails."""
+    plus the dtype's smallest number and, for each weight, what may underflow to 0; it holds for every correct kernel.
+    Rows without a visible key must be 0; NaN fails."""
     rng = random.Random(seed)
     info, tiny = torch.finfo(problem.dtype), underflow(problem.dtype)
     rows = torch.tensor(sample(problem.seq_q, ROWS, rng), dtype=torch.int64)

@@ -19,6 +19,7 @@ from torch import Tensor
 from attnworks.masks import Causal
 from attnworks.scores import ALiBi, Bias
 from attnworks.workbench import tiled
+from attnworks.workbench.addresses import WAYS
 from attnworks.workbench.cases import BooleanRule
 from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Probe, probes
 from attnworks.workbench.inputs import Inputs
@@ -68,7 +69,10 @@ WRITTEN = (
 SPLIT = ("splits averaged", "splits summed")
 TILE_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
 # Where sizes show.
-TILE_PROBES = ("off the tile", "lengths apart", "rising maximum", "falling maximum", "strongly negative", "causal")
+TILE_PROBES = (
+    *("off the tile", "lengths apart", "rising maximum", "falling maximum", "strongly negative", "causal"),
+    *("varlen, full", "varlen, grouped", "cache, 8 heads on 2", "pages of 16"),
+)
 # From this distance on two answers are no more alike than those of faults that have nothing to do with each other.
 FAR = 0.46
 CHANCE = 0.25  # what errors that have nothing to do with each other agree in
@@ -78,7 +82,7 @@ OTHERS = 0.5  # lse and gradients
 # The probes on which a call is repeated, and what it weighs that calls differ or change their inputs.
 STEADINESS = ("square", "off the tile", "gapped", "varlen", "cache")
 STEADINESS_WEIGHT = 20.0
-FIRST_PROBES, FINALISTS = 4, 16
+FIRST_PROBES, FINALISTS, BEST_WAYS = 4, 16, 2
 SIZE_PROBES, SIZED_FINALISTS, BEST_SIZES = 2, 6, 2
 # Faults that show in what a second call returns or in what the first one left behind.
 UNSTEADY = ("changes from call to call", "writes into q")
@@ -91,6 +95,7 @@ class Variant:
     fault: str
     tile_kv: int = tiled.TILE
     split_kv: int = tiled.SPLIT
+    way: int = 0  # how the fault is made
     written: bool = False  # masks and ALiBi as SDPA takes them: tensors
 
     @property
@@ -99,7 +104,7 @@ class Variant:
 
     def subject(self) -> Mutant:
         kind = _Written if self.written else Mutant
-        return kind(self.fault, tile_kv=self.tile_kv, split_kv=self.split_kv)
+        return kind(self.fault, tile_kv=self.tile_kv, split_kv=self.split_kv, way=self.way)
 
 
 class _Written(Mutant):
@@ -135,14 +140,15 @@ class Candidate:
 def variants(faults: Iterable[str] = tuple(FAULTS)) -> list[Variant]:
     found = []
     for fault in faults:
-        found.append(Variant(fault))
+        ways = range(WAYS.get(fault, 0) + 1)
+        found += [Variant(fault, way=way) for way in ways]
         if fault in TILED:
-            found += [Variant(fault, size, 0) for size in TILE_SIZES]
+            found += [Variant(fault, size, 0, way) for size in TILE_SIZES for way in ways]
         if fault in WRITTEN:
             found.append(Variant(fault, written=True))
         if fault in SPLIT:
-            found += [Variant(fault, min(size, 32), size) for size in TILE_SIZES]
-            found += [Variant(fault, split_kv=-parts) for parts in (2, 3, 4, 8)]
+            found += [Variant(fault, min(size, 32), size, way) for size in TILE_SIZES for way in ways]
+            found += [Variant(fault, split_kv=-parts, way=way) for parts in (2, 3, 4, 8) for way in ways]
     return found
 
 
@@ -168,7 +174,9 @@ class Corpus:
     def try_size(self, tile_kv: int) -> None:
         """Try the faults of tiles with one more tile size."""
         if tile_kv not in TILE_SIZES:
-            self.variants += [Variant(fault, tile_kv, 0) for fault in TILED]
+            self.variants += [
+                Variant(fault, tile_kv, 0, way) for fault in TILED for way in range(WAYS.get(fault, 0) + 1)
+            ]
             self._tables.clear()
 
     def rank(self, seen: Sequence[Observation], progress: Progress | None = None) -> list[Candidate]:
@@ -182,7 +190,7 @@ class Corpus:
         tensors = self._takes_mask_tensors(seen)
         usual = [place for place, v in enumerate(self.variants) if v.usual and (tensors or not v.written)]
         first = self._distances(seen, few, usual, progress)[:, 0]
-        best = [usual[place] for place in first.argsort(stable=True).tolist()[:FINALISTS]]
+        best = _best_ways([(self.variants[usual[n]].fault, usual[n]) for n in first.argsort(stable=True).tolist()])
         finalists = best + self._sizes(seen, failing, progress)
         found = self._distances(seen, range(len(seen)), finalists, progress)
         ranked: dict[str, Candidate] = {}
@@ -225,6 +233,14 @@ class Corpus:
             totals += self._tables[place].compare(observation, chosen)
         distances = torch.where(totals[1] > 0, totals[0] / totals[1].clamp_min(1e-9), 1.0)
         return torch.stack((distances, totals[2], totals[3]), 1)
+
+
+def _best_ways(places: Iterable[tuple[str, int]]) -> list[int]:
+    """The nearest two ways of each of the nearest faults, of (fault, place) in the order of their distances."""
+    kept: dict[str, list[int]] = {}
+    for fault, place in places:
+        kept.setdefault(fault, []).append(place)
+    return [place for ways in list(kept.values())[:FINALISTS] for place in ways[:BEST_WAYS]]
 
 
 class _Table:
