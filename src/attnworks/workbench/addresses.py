@@ -214,7 +214,8 @@ def shares(sizes: list[int], count: int, way: int) -> Tensor:
         while len(parts) > 1:
             means = [(a + b) / 2 for a, b in zip(parts[::2], parts[1::2], strict=False)]
             parts = means + parts[2 * len(means) :]
-        return parts[0]
+        mean: Tensor = parts[0]
+        return mean
     return alike / alike.sum()
 
 

@@ -21,7 +21,7 @@ from attnworks.scores import ALiBi, Bias
 from attnworks.workbench import tiled
 from attnworks.workbench.addresses import WAYS
 from attnworks.workbench.cases import BooleanRule
-from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Probe, probes
+from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Probe, Truth, probes
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.mutants import FAULTS, Mutant
 from attnworks.workbench.oracle import visible
@@ -76,13 +76,14 @@ TILE_PROBES = (
 # From this distance on two answers are no more alike than those of faults that have nothing to do with each other.
 FAR = 0.46
 CHANCE = 0.25  # what errors that have nothing to do with each other agree in
+ROUNDED = 0.02  # of an error, what rounding may change in it
 SMALL = 0.03  # relative errors below this are roundings: their size is compared, not their values
 WEIGHTS = {"out": 1.0}
 OTHERS = 0.5  # lse and gradients
 # The probes on which a call is repeated, and what it weighs that calls differ or change their inputs.
 STEADINESS = ("square", "off the tile", "gapped", "varlen", "cache")
 STEADINESS_WEIGHT = 20.0
-FIRST_PROBES, FINALISTS, BEST_WAYS = 4, 16, 2
+FIRST_PROBES, FINALISTS, BEST_WAYS = 4, 14, 2
 SIZE_PROBES, SIZED_FINALISTS, BEST_SIZES = 2, 6, 2
 # Faults that show in what a second call returns or in what the first one left behind.
 UNSTEADY = ("changes from call to call", "writes into q")
@@ -135,6 +136,12 @@ class Candidate:
     tile: int
     explained: int  # how many wrong tensors of the subject the fault has wrong in a like way
     wrong: int
+    left: int  # how many of those still differ from the fault's by more than rounding
+
+    @property
+    def second_fault(self) -> bool:
+        """Whether what is left calls for another fault. Not where it may come from another tile, split or way."""
+        return self.fault not in {*TILED, *SPLIT, *UNSTEADY, *WAYS} and self.left > 0
 
 
 def variants(faults: Iterable[str] = tuple(FAULTS)) -> list[Variant]:
@@ -195,9 +202,9 @@ class Corpus:
         found = self._distances(seen, range(len(seen)), finalists, progress)
         ranked: dict[str, Candidate] = {}
         for place in found[:, 0].argsort(stable=True).tolist():
-            v, (distance, explained, wrong) = self.variants[finalists[place]], found[place].tolist()
+            v, (distance, *counts) = self.variants[finalists[place]], found[place].tolist()
             size = v.split_kv if v.fault in SPLIT else v.tile_kv if v.fault in TILED else 0
-            ranked.setdefault(v.fault, Candidate(v.fault, distance, size, int(explained), int(wrong)))
+            ranked.setdefault(v.fault, Candidate(v.fault, distance, size, *map(int, counts)))
         return list(ranked.values())
 
     def _takes_mask_tensors(self, seen: Sequence[Observation]) -> bool:
@@ -220,8 +227,9 @@ class Corpus:
     def _distances(
         self, seen: Sequence[Observation], places: Iterable[int], chosen: list[int], progress: Progress | None
     ) -> Tensor:
-        """(variants, 3): the distance, how many wrong tensors the two share, and how many the subject has."""
-        totals, places = torch.zeros(4, len(chosen)), list(places)
+        """(variants, 4): the distance, how many wrong tensors the two share, how many the subject has, and in how many
+        of the shared ones the two differ."""
+        totals, places = torch.zeros(5, len(chosen)), list(places)
         for done, place in enumerate(places):
             bench, observation = self.benches[place], seen[place]
             if progress:
@@ -232,7 +240,7 @@ class Corpus:
                 self._tables[place] = _Table(bench, self.variants)
             totals += self._tables[place].compare(observation, chosen)
         distances = torch.where(totals[1] > 0, totals[0] / totals[1].clamp_min(1e-9), 1.0)
-        return torch.stack((distances, totals[2], totals[3]), 1)
+        return torch.cat((distances[None], totals[2:])).T
 
 
 def _best_ways(places: Iterable[tuple[str, int]]) -> list[int]:
@@ -250,16 +258,17 @@ class _Table:
         self.bench, self.chosen = bench, chosen
         count, asked = len(chosen), {written: _asked(bench, written) for written in (False, True)}
         self.unknown = torch.tensor([v.fault in asked[v.written] for v in chosen])
-        self.rows = {name: _Rows(bench.right(name), count) for name in bench.truths}
+        self.rows = {name: _Rows(bench.right(name), truth, count) for name, truth in bench.truths.items()}
         self.changes, self.writes = torch.zeros(2, count, dtype=torch.bool)
 
     def compare(self, seen: Observation, chosen: list[int]) -> Tensor:
-        """(distances, weights, wrong in both and alike, wrong in the subject), each for every chosen variant."""
+        """(distances, weights, wrong in both and alike, wrong in the subject, and of those alike how many differ by
+        more than rounding), each for every chosen variant."""
         for place in chosen:
             if self.unknown[place]:
                 self._fill(place)
         index = torch.tensor(chosen)
-        totals = torch.zeros(4, len(chosen))
+        totals = torch.zeros(5, len(chosen))
         wrong = seen.answers["out"].failed | self.rows["out"].failed[index]
         if "lse" in seen.answers:  # what a wrong LSE does to gradients depends on whether backward reads it
             wrong = wrong | seen.answers["lse"].failed | self.rows["lse"].failed[index]
@@ -275,12 +284,16 @@ class _Table:
                 distance[both] = 1 - rows.likeness(index[both], answer)
             weight = WEIGHTS.get(name, OTHERS) * counts
             alike = both & (distance <= FAR)
-            totals += torch.stack((weight * distance, weight, alike.float(), (counts & answer.failed).float()))
+            left = torch.zeros_like(alike)
+            left[alike] = rows.apart(index[alike], answer)
+            mine = counts & answer.failed
+            totals += torch.stack((weight * distance, weight, alike.float(), mine.float(), left.float()))
         if self.bench.probe.name in STEADINESS or seen.changes or seen.writes:
             for flag, theirs in ((seen.changes, self.changes[index]), (seen.writes, self.writes[index])):
                 mine = torch.full_like(theirs, flag)
                 weight = STEADINESS_WEIGHT * (mine | theirs)
-                totals += torch.stack((weight * (mine != theirs), weight, (mine & theirs).float(), mine.float()))
+                shared = (mine & theirs).float()
+                totals += torch.stack((weight * (mine != theirs), weight, shared, mine.float(), 0 * weight))
         return totals
 
     def _fill(self, place: int) -> None:
@@ -297,7 +310,8 @@ class _Table:
 class _Rows:
     """One tensor of one probe as every variant answers it; right until told otherwise."""
 
-    def __init__(self, right: Answer, count: int) -> None:
+    def __init__(self, right: Answer, truth: Truth, count: int) -> None:
+        self.budget = truth.budget[truth.sample].float()
         self.failed = torch.zeros(count, dtype=torch.bool)
         self.relative = torch.zeros(count)
         self.want = right.got.float()
@@ -307,6 +321,16 @@ class _Rows:
     def put(self, place: int, answer: Answer) -> None:
         self.failed[place], self.relative[place] = answer.failed, answer.relative
         self.got[place], self.wrong[place] = answer.got.float(), answer.wrong
+
+    def apart(self, index: Tensor, answer: Answer) -> Tensor:
+        """Whether variants that are wrong as the subject is differ from it by more than both their roundings, which
+        may be larger on wrong values than on right ones."""
+        got, theirs = answer.got.float(), self.got[index]
+        error = torch.maximum((theirs - self.want).abs(), (got - self.want).abs())
+        differ = (theirs - got).abs() > 2 * self.budget + ROUNDED * error
+        strange = (theirs.isfinite() != got.isfinite()) | (theirs.isnan() != got.isnan())
+        small = (self.relative[index] < SMALL) & (answer.relative < SMALL)
+        return (differ | strange).any(1) & ~small
 
     def likeness(self, index: Tensor, answer: Answer) -> Tensor:
         """In [0, 1], for variants that are wrong where the subject is."""
