@@ -48,6 +48,8 @@ TILED = (
     "padding scored 0 in backward",
     "dk, dv of the last query tile",
 )
+# Those among them that leave the output right.
+BACKWARD = TILED[TILED.index("dq overwritten by each tile") :]
 # Faults that show elsewhere in kernels that take masks and biases as tensors.
 WRITTEN = (
     "causal hides itself",
@@ -214,10 +216,13 @@ class Corpus:
 
     def _sizes(self, seen: Sequence[Observation], failing: list[int], progress: Progress | None) -> list[int]:
         """The best tile sizes of the nearest of the faults that have such, by the first probes that tell."""
-        sized = [place for place, v in enumerate(self.variants) if not v.usual]
         telling = [place for place in failing if self.benches[place].probe.name in TILE_PROBES][:SIZE_PROBES]
-        if not telling or not sized:
+        if not telling:
             return []
+        if self.benches[telling[0]].probe.case.form != "dense":
+            del telling[1:]  # several sequences tell as much
+        wrong = {seen[place].answers["out"].failed for place in telling if seen[place].answers}
+        sized = [n for n, v in enumerate(self.variants) if not v.usual and (v.fault not in BACKWARD) in wrong]
         found = self._distances(seen, telling, sized, progress)[:, 0]
         kept: dict[str, list[int]] = {}
         for place in found.argsort(stable=True).tolist():
@@ -298,11 +303,11 @@ class _Table:
 
     def _fill(self, place: int) -> None:
         v = self.chosen[place]
-        seen = self.bench.observe(v.subject(), properties=v.fault in UNSTEADY)
+        seen = self.bench.observe(v.subject(), properties=v.fault in UNSTEADY, wrong_ones=False)
         for name, rows in self.rows.items():
             if seen.raised:  # it followed a page number into nowhere
                 rows.failed[place], rows.wrong[place], rows.got[place] = True, True, torch.nan
-            else:
+            elif name in seen.answers:  # gradients do not count where the output is wrong
                 rows.put(place, seen.answers[name])
         self.changes[place], self.writes[place], self.unknown[place] = seen.changes, seen.writes, False
 

@@ -191,18 +191,20 @@ class Bench:
         found = answers.gradients if self.probe.case.gradients else answers.forward
         return {name: _truth(standard) for name, standard in found.items()}
 
-    def observe(self, subject: Subject, *, properties: bool = True) -> Observation:
-        """Run a subject once, twice where ``properties`` asks whether calls repeat and leave their inputs alone."""
+    def observe(self, subject: Subject, *, properties: bool = True, wrong_ones: bool = True) -> Observation:
+        """Run a subject once, twice where ``properties`` asks whether calls repeat and leave their inputs alone.
+        ``wrong_ones``: gradients also where the output is wrong."""
         inputs = self.probe.case.build(self.probe.poison)
         refused = subject.reasons(inputs)
         if refused:
             return Observation(refused="; ".join(refused))
         getattr(subject, "seen", []).clear()
         try:
-            got = self._gradients(subject, inputs) if self.probe.case.gradients else None
-            first = None
-            if got is None or properties:
-                inputs = self.probe.case.build(self.probe.poison)
+            first = None if wrong_ones else run(subject, inputs)
+            got = None
+            if self.probe.case.gradients and (first is None or not self._judge("out", first["out"]).failed):
+                got = self._gradients(subject, self.probe.case.build(self.probe.poison))
+            if first is None and (got is None or properties):
                 first = run(subject, inputs)
             seen = Observation({name: self._judge(name, parts) for name, parts in (got or first or {}).items()})
             if first is not None and properties:
