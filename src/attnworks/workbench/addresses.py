@@ -35,8 +35,8 @@ WAYS = {
     "KV head 0 for all": 1,
     "K and V heads differ": 5,
     "splits averaged": 2,
-    "mask of head 0": 2,
-    "bias of sequence 0": 1,
+    "mask of head 0": 3,
+    "bias of sequence 0": 2,
     "sum not rescaled": 1,
     "scale of the padded head_dim": 1,
 }
@@ -219,7 +219,10 @@ def shares(sizes: list[int], count: int, way: int) -> Tensor:
     return alike / alike.sum()
 
 
-def of_heads_first(whole: Tensor, sequence: int) -> Tensor:
-    """One sequence's part of (batch, heads, ...) where batch and heads lie in memory the other way round."""
+def of_heads_first(whole: Tensor, sequence: int, turned: bool) -> Tensor:
+    """One sequence's part of (batch, heads, ...) where batch and heads lie in memory the other way round, or
+    (``turned``) were turned round and are not any more."""
     batch, heads = whole.shape[:2]
+    if turned:
+        return whole.transpose(0, 1).flatten(0, 1)[(sequence if batch > 1 else 0) * heads + torch.arange(heads)]
     return whole.flatten(0, 1)[torch.arange(heads) * batch + (sequence if batch > 1 else 0)]

@@ -128,7 +128,8 @@ class Modifiers:
                 if has("boolean mask inverted"):
                     own = ~own
                 if has("mask of head 0"):
-                    own = (own[:1], whole[0], of_heads_first(whole, self.sequence))[self.addresses.way]
+                    turned = [of_heads_first(whole, self.sequence, turned) for turned in (False, True)]
+                    own = (own[:1], whole[0], *turned)[self.addresses.way]
                 own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
                 shown = shown & own[:, : self.seq_q, int(j.min()) : int(j.max()) + 1]
             elif isinstance(mask, Causal | Window):

@@ -154,7 +154,7 @@ def variants(faults: Iterable[str] = tuple(FAULTS)) -> list[Variant]:
         if fault in TILED:
             found += [Variant(fault, size, 0, way) for size in TILE_SIZES for way in ways]
         if fault in WRITTEN:
-            found.append(Variant(fault, written=True))
+            found += [Variant(fault, way=way, written=True) for way in ways]
         if fault in SPLIT:
             found += [Variant(fault, min(size, 32), size, way) for size in TILE_SIZES for way in ways]
             found += [Variant(fault, split_kv=-parts, way=way) for parts in (2, 3, 4, 8) for way in ways]
