@@ -9,9 +9,10 @@ from pathlib import Path
 
 import click
 
-from attnworks.workbench import catalogue, mutants, summary
+from attnworks.workbench import catalogue, summary
 from attnworks.workbench.cli import output, verdicts
 from attnworks.workbench.conventions import BY_NAME
+from attnworks.workbench.hunt import kill_table
 from attnworks.workbench.isolation import TIMEOUT
 from attnworks.workbench.probing import Prepared, prepare
 from attnworks.workbench.sweep import Coverage
@@ -116,7 +117,7 @@ def _list(patterns: tuple[str, ...], quick: bool, wide: bool, as_json: bool) -> 
 
 def _mutants(seed: int, as_json: bool) -> None:
     with output.progress() as report:
-        kills = mutants.kill_table(seed=seed, progress=report)
+        kills = kill_table(seed=seed, progress=report)
     survivors = [kill for kill in kills if not kill.check]
     if as_json:
         output.print_json({"passed": not survivors, "kills": [kill.to_json() for kill in kills]})
