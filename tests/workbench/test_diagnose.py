@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from attnworks.workbench.addresses import WAYS
 from attnworks.workbench.cli import main
 from attnworks.workbench.diagnose import diagnose, symptoms
 from attnworks.workbench.diagnose.causes import CAUSES
@@ -93,6 +94,39 @@ def test_weights_are_read_out_by_identity_values() -> None:
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-4)
 
 
+class _Packed(Mutant):
+    """Takes packed sequences and caches only."""
+
+    def reasons(self, inputs, differentiable=False):  # type: ignore[no-untyped-def]
+        return () if inputs.case.form != "dense" and not differentiable else ("no",)
+
+
+@pytest.fixture(scope="module")
+def packed() -> Corpus:
+    return Corpus([probe for probe in probes() if probe.name in ("varlen, grouped", "varlen, full", "pages of 16")])
+
+
+@pytest.mark.parametrize(
+    ("fault", "way"),
+    [("key offsets from queries", 2), ("sequences not apart", 2), ("stale page", 3), ("causal from other lengths", 2)],
+)
+def test_a_fault_is_known_in_whatever_way_it_is_made(packed: Corpus, fault: str, way: int) -> None:
+    found = packed.rank(packed.observe(_Packed(fault, way=way)))
+    assert (found[0].fault, round(found[0].distance, 2)) == (fault, 0)
+
+
+def test_a_second_fault_is_suspected(short: Corpus) -> None:
+    class Two(Mutant):
+        def has(self, fault: str) -> bool:
+            return fault in ("scale missing", "causal shows the next")
+
+    found = diagnose(Two(), corpus=short)
+    assert found.candidates[0].fault == "scale missing" and found.candidates[0].second_fault
+    assert found.certainty == "likely"
+    assert any("second fault is likely" in line for _, lines in explain(found) for line in lines)
+    assert not diagnose(Mutant("scale missing", tile_kv=40, split_kv=0), corpus=short).candidates[0].second_fault
+
+
 def test_something_unknown_is_not_named(short: Corpus) -> None:
     class Nonsense(Mutant):
         def __call__(self, inputs, **options):  # type: ignore[no-untyped-def]
@@ -132,9 +166,19 @@ def test_a_script_needs_a_dense_case() -> None:
         standalone(Mutant(), _probe("cache").case)
 
 
+def test_an_infinity_of_the_wrong_sign_is_wrong() -> None:
+    class Above(Mutant):
+        def __call__(self, inputs, **options):  # type: ignore[no-untyped-def]
+            out, lse = super().__call__(inputs, **options)
+            return out, lse.abs()
+
+    bench = Bench(_probe("causal, rows without keys"))
+    assert bench.observe(Above()).answers["lse"].wrong.any()
+
+
 def test_every_fault_has_a_cause_and_the_sizes_name_faults() -> None:
     assert list(CAUSES.keys() - FAULTS.keys()) == list(FAULTS.keys() - CAUSES.keys()) == []
-    assert {*TILED, *SPLIT, *WRITTEN} <= set(FAULTS)
+    assert {*TILED, *SPLIT, *WRITTEN, *WAYS} <= set(FAULTS)
 
 
 def test_the_page_of_symptoms_is_up_to_date() -> None:

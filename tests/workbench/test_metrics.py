@@ -10,6 +10,7 @@ from attnworks.workbench.catalogue import BY_NAME
 from attnworks.workbench.hand import answer
 from attnworks.workbench.metrics import Measure, Standard, measure, standards
 from attnworks.workbench.mutants import Mutant
+from attnworks.workbench.probing import prepare_function
 from attnworks.workbench.verify import Answers, verify
 from attnworks.workbench.yardstick import eager, flash_model
 
@@ -160,6 +161,27 @@ def test_eager_that_overflows_counts_as_infinitely_wrong() -> None:
     lost["out"][0][0, 0, 0] = math.nan
     assert standards(case, expected, model, lost)["out"].eager == math.inf
     assert math.isnan(standards(case, expected, model)["out"].eager)
+
+
+def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Two halves of the keys merged by their LSE, differentiated by autograd."""
+    s = [q @ x.mT * q.shape[-1] ** -0.5 for x in k.chunk(2, 2)]
+    weights = torch.softmax(torch.stack([x.logsumexp(-1) for x in s]), 0)
+    halves = zip(weights, s, v.chunk(2, 2), strict=True)
+    return sum((w[..., None] * (x.softmax(-1) @ y) for w, x, y in halves), q.new_zeros(()))
+
+
+def test_underflow_on_the_way_is_no_fault() -> None:
+    """A right kernel where whatever is smaller than a normal number becomes 0: dK was said to be 50 times too wrong."""
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush")
+    try:
+        subject = prepare_function(_split, "sdpa").subject
+        results = verify(subjects=[subject], cases=[BY_NAME["stress: large scores, fp32"]])
+    finally:
+        torch.set_flush_denormal(False)
+    assert [r.message for r in results if r.status == "failed"] == []
+    assert any(r.check == "gradients" and r.status == "passed" for r in results)
 
 
 # ---- 8-bit formats ---------------------------------------------------------------------------------------------------

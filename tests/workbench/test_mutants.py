@@ -3,7 +3,8 @@
 import pytest
 
 from attnworks.workbench import catalogue
-from attnworks.workbench.mutants import FAULTS, Mutant, kill_table
+from attnworks.workbench.hunt import kill_table
+from attnworks.workbench.mutants import FAULTS, Mutant
 from attnworks.workbench.verify import verify
 
 

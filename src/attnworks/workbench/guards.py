@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnworks.workbench.inputs import Inputs
+from attnworks.workbench.inputs import Inputs, numbers
 from attnworks.workbench.packing import Packed, as_bytes, pack, unpack
 from attnworks.workbench.subjects import Outcome, Subject, abilities_of
 
@@ -106,7 +106,7 @@ class Runner:
     def backward(self, number: int, cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         results, wanted = self._graphs[number]
         given = [(r, c) for r, c in zip(results, cotangents, strict=True) if r is not None and c is not None]
-        found = torch.autograd.grad([r for r, _ in given], wanted, [c for _, c in given], allow_unused=True)
+        found = torch.autograd.grad(numbers(*zip(*given, strict=True)), wanted, allow_unused=True)
         return tuple(None if grad is None else grad.detach() for grad in found)
 
 

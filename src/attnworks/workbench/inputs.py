@@ -196,7 +196,7 @@ class Inputs:
         if lse is not None:
             d_lse = [part.d_lse for part in self.values if part.d_lse is not None]
             results, cotangents = [out, lse], [*cotangents, self.scatter_lse(d_lse, lse)]
-        grads = torch.autograd.grad(results, list(leaves.values()), cotangents, materialize_grads=True)
+        grads = torch.autograd.grad(numbers(results, cotangents), list(leaves.values()), materialize_grads=True)
         return dict(zip(leaves, grads, strict=True))
 
     def gather_lse(self, lse: Tensor) -> list[Tensor]:
@@ -228,3 +228,10 @@ class Inputs:
             for view in self.rows(rest, sequence, keys):
                 view.zero_()
         return rest
+
+
+def numbers(results: Sequence[Tensor], cotangents: Sequence[Tensor]) -> list[Tensor]:
+    """One number for each result, whose gradient by it is its cotangent to the bit: autograd imports SymPy, for a
+    second, where it is given cotangents."""
+    with torch.enable_grad():  # which is off inside a backward
+        return [(result * cotangent).sum() for result, cotangent in zip(results, cotangents, strict=True)]

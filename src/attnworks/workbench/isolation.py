@@ -20,9 +20,10 @@ import sys
 import tempfile
 import traceback
 import weakref
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ from attnworks.workbench.guards import Answer, Arena, Guarded, Runner, slots
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.packing import Packed, pack, unpack
 from attnworks.workbench.subjects import Abilities, Declined, Finding, Outcome, Raised, abilities_of
+
+if TYPE_CHECKING:
+    from attnworks.workbench.conventions import Kernel
 
 TIMEOUT = 60.0  # seconds for a call
 LOAD_TIMEOUT = 300.0  # for importing torch and the kernel on a busy machine
@@ -59,7 +63,7 @@ class Isolated(Guarded):
         self._files, self._numbers = itertools.count(), itertools.count()
         self._worker: _Worker | None = None
         try:
-            self.name, self.abilities, self.about = self._running().about
+            self.name, self.abilities, self.about, self._called = self._running().about
         except BaseException:
             self.close()
             raise
@@ -79,6 +83,8 @@ class Isolated(Guarded):
         if self.deaths >= MOST_DEATHS:
             return (f"not called any more: it crashed or hung {self.deaths} times",)
         found = self.abilities.reasons(inputs, differentiable)
+        if not found and self._called is not None:
+            return self._called.reasons(inputs, differentiable)
         if found:
             return found
         packed = pack(_bare(inputs))
@@ -192,7 +198,7 @@ class _Worker:
         if kind != "done":
             self.kill()
             raise ValueError(about)
-        self.about: tuple[str, Abilities, dict[str, Any]] = about
+        self.about: tuple[str, Abilities, dict[str, Any], Kernel | None] = about
 
     def ask(self, message: tuple[Any, ...], timeout: float) -> Reply:
         """Raises ``Finding`` if the process dies or does not answer in time."""
@@ -271,8 +277,14 @@ def _load(target: str, convention: str | None) -> tuple[Reply, Runner | None]:
         return ("unusable", str(error)), None
     except Exception as error:  # whatever importing the kernel raises
         return ("unusable", f"{target}: {_raised(error)} while it was loaded"), None
-    about = subject.about() if isinstance(subject, Kernel) else {}
-    return ("done", (subject.name, abilities_of(subject), about)), Runner(subject)
+    # What the convention cannot express the near side finds by itself, without the function.
+    called = replace(subject, function=_elsewhere) if isinstance(subject, Kernel) else None
+    about = {} if called is None else called.about()
+    return ("done", (subject.name, abilities_of(subject), about, called)), Runner(subject)
+
+
+def _elsewhere(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the kernel is in another process")
 
 
 def _answer(

@@ -4,9 +4,10 @@ Each tensor (out, lse, dq, dk, dv, dbias, dsink) is measured against the oracle 
 printed beside their budgets:
 
 1. *elementwise*: |error| <= 8 · contraction, where the contraction carries u + 2^-24 · |scores| through the same
-   products on absolute values (``oracle.py``), plus the dtype's smallest subnormal; for head dims above 16 the second
-   term is larger by head_dim/16. It holds for every correct kernel, also where the true value is 0 and relative errors
-   mean nothing.
+   products on absolute values (``oracle.py``), plus what intermediate numbers lose by underflow: each the smallest
+   normal fp32 number, times what it is multiplied by; and the dtype's smallest subnormal. For head dims above 16 the
+   second term is larger by head_dim/16. It holds for every correct kernel, also where the true value is 0 and relative
+   errors mean nothing.
 2. *aggregate*: Frobenius norm of the error of the tensor, of each head and of each tile of 64 rows <= 2 x the
    yardstick's (``yardstick.py``) + 3 u of the reference's + what fp32 sums cause. The yardstick's error is the larger
    of the one measured and the one expected of its roundings; a region of n numbers may deviate from it by a further

@@ -1,16 +1,12 @@
-"""Mutants: attention with one fault each, and the proof that the checks bite: every one must be rejected.
+"""Mutants: attention with one fault each, every one of which the checks must reject (``hunt.py``).
 
 ``FAULTS`` lists them; ``Mutant`` makes one a subject of ``verify``, through the same checks as any backend.
-``kill_table`` runs them all and tells which check on which case caught each first. The kernel that the faults are built
-into is in
-``tiled.py``.
+The kernel that the faults are built into is in ``tiled.py``, where it finds its keys in ``addresses.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,11 +14,10 @@ import torch
 from torch import Tensor
 
 from attnworks.scores import Bias, Sink
-from attnworks.workbench import catalogue, properties, tiled
-from attnworks.workbench.cases import Case
+from attnworks.workbench import tiled
+from attnworks.workbench.addresses import Addresses, of_heads_first
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.subjects import Outcome
-from attnworks.workbench.verify import Answers, Progress, Result, fresh_memory_poisoned, verify_case, verify_properties
 
 # Each fault and the cases on which it should show, tried first; the other quick cases follow.
 FAULTS = {
@@ -54,6 +49,7 @@ FAULTS = {
     "scores rounded": "stress: large scores, bf16",
     "probs in fp8": "size: 97, causal, bf16",
     # scale, masks, empty rows
+    "scale of the model width": "size: 97",
     "scale missing": "hand: full",
     "scale twice": "hand: full",
     "scale argument ignored": "hand: full",
@@ -65,6 +61,7 @@ FAULTS = {
     "causal upside down": "hand: causal",
     "causal by tile": "hand: causal",
     "diagonal tile skipped": "size: 97, causal, bf16",
+    "causal from other lengths": "varlen unequal, causal, fp32",
     "causal before the append": "decode, append, fp32",
     "aligned top-left": "hand: two queries*",
     "aligned bottom-right": "causal top-left: 40 on 100",
@@ -114,6 +111,7 @@ FAULTS = {
     "key offsets from queries": "varlen unequal, causal, fp32",
     "rows past the end unwritten": "varlen unequal, causal, fp32",
     "cache lengths ignored": "decode, grouped, fp32",
+    "one slot too many": "decode, grouped, fp32",
     "longest length for all": "decode, grouped, fp32",
     "tail weighted by 0": "decode, grouped, fp32",
     "pages in order": "decode, 4 queries, causal, pages of 17",
@@ -121,6 +119,7 @@ FAULTS = {
     "stale page": "decode, 4 queries, causal, pages of 17",
     "page stride from sizes": "decode, strided, pages of 16, fp32",
     "new keys not appended": "decode, append, pages of 16, fp32",
+    "new keys in the wrong slot": "decode, append, fp32",
     "k_scale dropped": "decode, int8 cache",
     "v_scale dropped": "decode, int8 cache",
     "writes into q": "strides: gapped, bhsd",
@@ -155,12 +154,16 @@ class Mutant:
     """Tiled attention with one fault ("" for none, which is right). It runs every case.
 
     ``tile_kv``: keys of a tile, and queries where a fault is one of query tiles; ``split_kv``: keys of a partial
-    result, 0 for one of all keys, -n for n equal ones. Raises ``ValueError`` for a fault that is not in ``FAULTS``."""
+    result, 0 for one of all keys, -n for n equal ones; ``way``: how the fault is made (``addresses.WAYS``). Raises
+    ``ValueError`` for a fault that is not in ``FAULTS``."""
 
-    def __init__(self, fault: str = "", *, tile_kv: int = tiled.TILE, split_kv: int = tiled.SPLIT) -> None:
+    def __init__(
+        self, fault: str = "", *, tile_kv: int = tiled.TILE, split_kv: int = tiled.SPLIT, way: int = 0
+    ) -> None:
         if fault and fault not in FAULTS:
             raise ValueError(f"fault: was {fault!r}, must be '' or one of FAULTS")
-        self.fault, self.tile_kv, self.split_kv = fault, tile_kv, split_kv
+        self.fault, self.tile_kv, self.split_kv, self.way = fault, tile_kv, split_kv, way
+        self.addresses = Addresses(self.has, way, tile_kv)
         self.name = f"mutant: {fault or 'none'}"
         self._calls = 0
 
@@ -224,17 +227,13 @@ class Mutant:
     def _varlen(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, **rest: Any
     ) -> Outcome:
-        ends_q, ends_kv = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
-        keys = [slice(c, d) for c, d in pairwise(ends_kv)]
-        if self.has("key offsets from queries"):
-            keys = [slice(a, a + s.stop - s.start) for a, s in zip(ends_q, keys, strict=False)]
-        if self.has("sequences not apart"):
-            keys = [slice(0, ends_kv[-1])] * len(keys)
+        ends_q = cu_seqlens_q.tolist()
+        keys, counted = self.addresses.packed(ends_q, cu_seqlens_kv.tolist())
         parts = [
             (q[a:b].transpose(0, 1), k[own].transpose(0, 1), v[own].transpose(0, 1))
             for (a, b), own in zip(pairwise(ends_q), keys, strict=True)
         ]
-        outs, lses = self._attend_all(parts, **rest)
+        outs, lses = self._attend_all(parts, counted=counted, **rest)
         unused = q.shape[0] - ends_q[-1]
         filler = float("nan") if self.has("rows past the end unwritten") else 0.0
         rows = [out.transpose(0, 1) for out in outs] + [q.new_full((unused, q.shape[1], v.shape[-1]), filler)]
@@ -253,48 +252,71 @@ class Mutant:
         v_scale: Tensor | None = None,
         **rest: Any,
     ) -> Outcome:
-        lens = kv_lens.tolist()
-        if self.has("longest length for all"):
-            lens = [max(lens)] * len(lens)
         if self.has("page stride from sizes") and page_table is not None:
             k_cache, v_cache = (_as_if_contiguous(x) for x in (k_cache, v_cache))
-        parts, limits = [], []
+        size = 0 if page_table is None else k_cache.shape[1]
+        capacity = k_cache.shape[1] if page_table is None else page_table.shape[1] * size
+        lens, counted = self.addresses.cached(kv_lens.tolist(), capacity, size)
+        new_keys = 0 if k_new is None else k_new.shape[1]
+        scales = None if k_scale is None or v_scale is None else (k_scale, v_scale)
+        parts = []
         for b, length in enumerate(lens):
             pair = []
-            for cache, new, scale, name in ((k_cache, k_new, k_scale, "k_scale"), (v_cache, v_new, v_scale, "v_scale")):
-                rows = self._cached(cache, page_table, b, length)
-                if new is not None and not self.has("new keys not appended"):
-                    rows = torch.cat((rows[:length], new[b]))
-                if scale is not None:
-                    rows = rows.to(torch.float32) * (1.0 if self.has(f"{name} dropped") else scale.view(-1, 1))
+            for cache, new, name in ((k_cache, k_new, "k_scale"), (v_cache, v_new, "v_scale")):
+                rows = self._appended(cache, page_table, b, length, new)
+                if scales is not None:
+                    rows = rows.to(torch.float32) * self.addresses.scale(name, *scales)
                 pair.append(rows.transpose(0, 1))
             parts.append((q[b].transpose(0, 1), pair[0], pair[1]))
-            limits.append(length + (0 if k_new is None else k_new.shape[1]))
-        late = k_new.shape[1] if k_new is not None and self.has("causal before the append") else 0
-        read = None if self.has("cache lengths ignored") else limits
-        outs, lses = self._attend_all(parts, limits=read, late=late, **rest)
+        limits = [length + new_keys for length in lens]
+        if self.has("last key dropped") and self.way and new_keys:
+            limits = [limit - 1 for limit in limits]
+        unseen = self.has("causal before the append") or (self.has("new keys not appended") and self.way == 2)
+        counted = [n + (0 if unseen else new_keys) for n in counted]
+        whole = self.has("cache lengths ignored") and not self.way
+        outs, lses = self._attend_all(
+            parts, limits=None if whole else limits, counted=None if whole else counted, **rest
+        )
+        for b, limit in enumerate(limits):
+            if self.addresses.splits_meet(limit, capacity):
+                outs[b], lses[b] = outs[b] * torch.nan, lses[b] * torch.nan
         return torch.stack(outs).transpose(1, 2), torch.stack(lses)
+
+    def _appended(self, cache: Tensor, page_table: Tensor | None, b: int, length: int, new: Tensor | None) -> Tensor:
+        """(keys, heads_kv, dim) of one sequence, the new ones among them."""
+        if new is None:
+            return self._cached(cache, page_table, b, length)
+        if self.has("new keys not appended") and self.way != 1:
+            return self._cached(cache, page_table, b, length)
+        if self.has("new keys in the wrong slot"):
+            rows, slot = self._cached(cache, page_table, b, length + new.shape[1]).clone(), self.addresses.slot(length)
+            rows[slot : slot + new.shape[1]] = new[b, : max(len(rows) - slot, 0)]
+            return rows
+        if self.has("new keys not appended") and new.shape[-1] == cache.shape[-1]:  # values are not, keys are
+            return self._cached(cache, page_table, b, length + new.shape[1])
+        return torch.cat((self._cached(cache, page_table, b, length)[:length], new[b]))
 
     def _cached(self, cache: Tensor, page_table: Tensor | None, b: int, length: int) -> Tensor:
         """(keys, heads_kv, dim) of one sequence; more than ``length`` under the faults that load what lies behind."""
-        whole = self.has("cache lengths ignored") or self.has("tail weighted by 0")
+        whole = (self.has("cache lengths ignored") and not self.way) or self.has("tail weighted by 0")
         if page_table is None:
             return cache[b] if whole else cache[b, :length]
         size = cache.shape[1]
-        count = -(-length // size)
-        pages = list(range(count)) if self.has("pages in order") else page_table[b, :count].tolist()
-        if self.has("page repeated") and count > 1:
-            pages[-1] = pages[0]
-        if self.has("stale page") and count:
-            pages[-1] = int(page_table[b - 1, 0])
+        pages = self.addresses.pages(page_table, b, -(-length // size), cache.shape[0])
         rows = cache[pages].flatten(0, 1)
         return rows if whole else rows[:length]
 
     def _attend_all(
-        self, parts: Sequence[tuple[Tensor, Tensor, Tensor]], limits: list[int] | None = None, **rest: Any
+        self,
+        parts: Sequence[tuple[Tensor, Tensor, Tensor]],
+        limits: list[int] | None = None,
+        counted: list[int] | None = None,
+        **rest: Any,
     ) -> tuple[list[Tensor], list[Tensor]]:
+        """``limits``: keys that may be seen, ``counted``: keys that masks are aligned by; None for all there are."""
+        lengths = [k.shape[1] for _, k, _ in parts]
         pairs = [
-            self._attend(b, q, k, v, k.shape[1] if limits is None else limits[b], **rest)
+            self._attend(b, q, k, v, (limits or lengths)[b], (counted or lengths)[b], **rest)
             for b, (q, k, v) in enumerate(parts)
         ]
         return [out for out, _ in pairs], [lse for _, lse in pairs]
@@ -306,29 +328,38 @@ class Mutant:
         k: Tensor,
         v: Tensor,
         limit: int,
+        counted: int,
         mask: Any,
         scores: tuple[Any, ...],
         scale: float | None,
-        late: int = 0,  # keys that masks do not count
     ) -> tuple[Tensor, Tensor]:
         if scale is None or self.has("scale argument ignored"):
             dim = (v if self.has("scale of head_dim_v") else q).shape[-1]
-            scale = (-(-dim // 64) * 64 if self.has("scale of the padded head_dim") else dim) ** -0.5
+            if self.has("scale of the padded head_dim"):
+                multiple = 16 if self.way else 64
+                dim = -(-dim // multiple) * multiple
+            if self.has("scale of the model width"):
+                dim *= q.shape[0]
+            scale = dim**-0.5
         seq_q, seq_kv = q.shape[1], k.shape[1]
         biases: dict[int, Tensor] = {}
         sink = None
         for place, score in enumerate(scores):
             if isinstance(score, Bias):
                 whole = score.tensor[(None,) * (4 - score.tensor.dim())]
-                own = whole[b if whole.shape[0] > 1 and not self.has("bias of sequence 0") else 0]
+                if self.has("bias of sequence 0") and self.way:
+                    own = of_heads_first(whole, b, turned=self.way == 2)
+                elif self.has("mask of head 0") and self.way > 1:  # masks and biases alike
+                    own = of_heads_first(whole, b, turned=self.way == 3)
+                else:
+                    own = whole[b if whole.shape[0] > 1 and not self.has("bias of sequence 0") else 0]
                 own = own[:, : seq_q if own.shape[1] > 1 else 1, : seq_kv if own.shape[2] > 1 else 1]
                 biases[place] = own.expand(q.shape[0], seq_q, seq_kv)
             elif isinstance(score, Sink):
                 sink = score.logits
-        # A sequence's own length aligns its masks, also under faults that load more than it.
-        masks, length = tiled.flatten_mask(mask), min(limit, seq_kv) - late
-        m = tiled.Modifiers(self.has, scale, masks, scores, b, seq_q, length, limit, self.tile_kv, self.split_kv)
-        m.dtype, m.biases = q.dtype, biases
+        masks = tiled.flatten_mask(mask)
+        m = tiled.Modifiers(self.has, scale, masks, scores, b, seq_q, counted, limit, self.tile_kv, self.split_kv)
+        m.dtype, m.biases, m.addresses = q.dtype, biases, self.addresses
         out, lse = tiled.Attend.apply(m, q, k, v, sink, *biases.values())  # type: ignore[no-untyped-call]
         return out, lse
 
@@ -339,53 +370,3 @@ def _as_if_contiguous(x: Tensor) -> Tensor:
     for size in reversed(x.shape[1:]):
         strides.insert(0, strides[0] * size)
     return x.as_strided(x.shape, strides, x.storage_offset())
-
-
-# ---- the kill table --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Kill:
-    """What caught a mutant first: "" where nothing did; ``checks`` are all that do on that case, ``detail`` is the
-    failure's message."""
-
-    fault: str
-    case: str
-    check: str
-    detail: str
-    checks: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def kill_table(faults: Iterable[str] = tuple(FAULTS), *, seed: int = 0, progress: Progress | None = None) -> list[Kill]:
-    """Run each mutant through the quick cases until a check catches it."""
-    cases, found, faults = catalogue.select(quick=True, seed=seed), [], tuple(faults)
-    answers = {case.name: Answers(case) for case in cases}
-    with fresh_memory_poisoned():
-        for done, fault in enumerate(faults):
-            if progress:
-                progress(fault, done, len(faults))
-            first = [case for case in cases if fnmatchcase(case.name, FAULTS.get(fault, ""))]
-            found.append(_hunt(Mutant(fault), [*first, *(case for case in cases if case not in first)], answers))
-    if progress:
-        progress("", len(faults), len(faults))
-    return found
-
-
-def _hunt(mutant: Mutant, cases: Iterable[Case], answers: dict[str, Answers]) -> Kill:
-    for case in cases:
-        results = verify_case(mutant, answers[case.name])
-        if case.name in properties.CASES and not any(r.status == "failed" for r in results):
-            results = verify_properties(mutant, case)
-        failed = [r for r in results if r.status == "failed"]
-        if failed:
-            checks = [name for r in failed for name in _failed_checks(r)]
-            return Kill(mutant.fault, case.name, checks[0], failed[0].message, tuple(dict.fromkeys(checks)))
-    return Kill(mutant.fault, "", "", "survived")
-
-
-def _failed_checks(result: Result) -> list[str]:
-    measured = [f"{m.tensor} {c.name}" for m in result.measures for c in m.checks if not c.passed]
-    return measured or [result.check]

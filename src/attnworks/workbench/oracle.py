@@ -54,6 +54,12 @@ def smallest(dtype: torch.dtype) -> float:
     return info.smallest_normal * info.eps
 
 
+def underflow(dtype: torch.dtype) -> float:
+    """The smallest normal number of the precision that scores and sums have: what is smaller may come out as 0, as the
+    exponentials of GPUs and of vector libraries do it."""
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).smallest_normal
+
+
 def arithmetic_roundoff(dtype: torch.dtype) -> float:
     """Of the precision that scores and sums have: fp32, fp64 for fp64."""
     return roundoff(torch.promote_types(dtype, torch.float32))
@@ -175,7 +181,10 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     scored = score(inputs, sequence, q, k)
     p, lse = softmax(scored.scores)
     out = p @ v
-    u, fine, least = roundoff(case.dtype), arithmetic_roundoff(case.dtype), smallest(case.dtype)
+    u, fine, tiny = roundoff(case.dtype), arithmetic_roundoff(case.dtype), underflow(case.dtype)
+    # Where a relative error means nothing: the smallest number of the dtype that results, P and dS are rounded to, or
+    # an intermediate number that underflowed.
+    least = max(smallest(case.dtype), tiny)
     mean_size = (p * scored.size).sum(-1, keepdim=True)
     # A dot product summed in one accumulator errs systematically where its terms are alike (measured: 17 units at
     # head_dim 64 on constant rows, against the 8 that the bound allows), so the share of fp32 sums grows with the
@@ -189,8 +198,8 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
         # format that P is rounded to.
         u_probs = max(u, roundoff(case.probs_dtype))
         one = torch.exp(scored.scores.amax(-1, keepdim=True).nan_to_num(neginf=0) - lse[..., None]).nan_to_num(posinf=0)
-        p_least = smallest(case.probs_dtype) * one * shown
-    p_errors = (p * (u_probs + arithmetic) + p_least, p * arithmetic)
+        p_least = (smallest(case.probs_dtype) * one + tiny) * shown
+    p_errors = (p * (u_probs + arithmetic) + p_least, p * arithmetic + tiny * shown)
     # P of a 16-bit kernel need only be as precise as its rounding lets it show (a 256th of it), and so its sum.
     lse_error = fine * (lse.abs().nan_to_num(posinf=0) + mean_size.squeeze(-1))
     lse_errors = (max(arithmetic_roundoff(case.dtype), u / 256) + lse_error, fine + lse_error)
@@ -199,7 +208,7 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     def add(name: str, value: Tensor, errors: tuple[Tensor, Tensor], variance: Tensor) -> None:
         found.values.setdefault(name, []).append(value)
         found.contraction.setdefault(name, []).append(errors[0] + least)
-        found.arithmetic.setdefault(name, []).append(errors[1])
+        found.arithmetic.setdefault(name, []).append(errors[1] + tiny)
         found.spread.setdefault(name, []).append(rounding * (variance + value * value).sqrt())
 
     def each(make: Any, errors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -223,9 +232,12 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     ds = p * (dp - delta + d_lse[..., None])
     reach = d_out.abs() @ v.abs().transpose(-1, -2)
     reach = reach + (d_out.abs() * (p @ v.abs())).sum(-1, keepdim=True) + d_lse.abs()[..., None]
-    # P meets dP in the precision of the scores; where it underflows there, it is off by that format's smallest number.
-    p_floor = smallest(torch.promote_types(case.dtype, torch.float32)) * shown
-    ds_errors = ((p * (u + arithmetic) + p_floor) * reach + least * shown, p * arithmetic * reach)
+    # What may underflow on the way to dS = P (dP - delta), each by ``tiny`` at most, and what it is multiplied by: P
+    # itself, or the weight w of its part of the keys where parts are merged, by dP - delta (reach); the part's share of
+    # dO, w dO, by V in dP and by O in delta; dP - delta by P <= 1, and the product dS by nothing. dQ and dK multiply
+    # all of it by scale |K| and scale |Q|, and may underflow themselves (``least`` in ``add``).
+    flushed = tiny * (reach + v.abs().sum(-1)[:, None] + (p @ v.abs()).sum(-1, keepdim=True) + 2) * shown
+    ds_errors = (p * (u + arithmetic) * reach + flushed + least * shown, p * arithmetic * reach + flushed)
     keys = slice(0, part.k.shape[1])
     pt = p[..., keys].transpose(-1, -2)
     add(
@@ -265,7 +277,7 @@ def _expect_shared(inputs: Inputs, found: Expected, name: str, value: Tensor, er
     wanted = Sink if name == "dsink" else Bias
     if not any(isinstance(modifier, wanted) for modifier in inputs.scores):
         return
-    least = smallest(inputs.case.dtype)
+    least = max(smallest(inputs.case.dtype), underflow(inputs.case.dtype))
     parts = (value, errors[0] + least, errors[1], roundoff(inputs.case.dtype) * value.abs())
     for tensors, part in zip((found.values, found.contraction, found.arithmetic, found.spread), parts, strict=True):
         tensors[name] = [tensors[name][0] + part] if name in tensors else [part]

@@ -76,7 +76,7 @@ def probe(subject: Guarded) -> dict[str, str]:
     refused: dict[str, str] = {}
     dim = (subject.abilities.head_dims or (64,))[0]
     bases = (replace(_BASES[form], head_dim=dim, head_dim_v=dim) for form in FORMS)
-    base = next((base for base in bases if not subject.reasons(base.build())), None)
+    base = next((base for base in bases if not subject.reasons(base.outline())), None)
     if base is None:
         return refused
     declared = abilities_of(subject)
@@ -115,7 +115,7 @@ def probe(subject: Guarded) -> dict[str, str]:
 
 
 def _try(subject: Guarded, case: Case, what: str, refused: dict[str, str]) -> Literal["ran", "refused", "failed"]:
-    if subject.reasons(case.build()):
+    if subject.reasons(case.outline()):
         return "failed"  # declared, so there is nothing to try
     try:
         subject(case.build())

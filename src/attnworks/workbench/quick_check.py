@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attnworks.masks import Bounds
 from attnworks.problem import Problem
+from attnworks.workbench.oracle import underflow
 
 ROWS = 48
 HEADS = 4
@@ -66,11 +67,11 @@ def sample(size: int, count: int, rng: random.Random) -> list[int]:
 def check(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, seed: int = 0) -> Check:
     """Compare ``out`` (batch, heads_q, seq_q, head_dim_v) with fp64 attention of q, k, v in "bhsd".
 
-    The bound of an element is 8 (u + 2^-24 scale |q|ᵀ|k|) carried through P |V|, plus the smallest subnormal of the
-    dtype, u being its unit roundoff; it holds for every correct kernel. Rows without a visible key must be 0; NaN
-    fails."""
+    The bound of an element is 8 (u + 2^-24 scale |q|ᵀ|k|) carried through P |V|, u being the dtype's unit roundoff,
+    plus the dtype's smallest number and, for each weight, what may underflow to 0; it holds for every correct kernel.
+    Rows without a visible key must be 0; NaN fails."""
     rng = random.Random(seed)
-    info = torch.finfo(problem.dtype)
+    info, tiny = torch.finfo(problem.dtype), underflow(problem.dtype)
     rows = torch.tensor(sample(problem.seq_q, ROWS, rng), dtype=torch.int64)
     seen = visible_keys(problem, rows)
     found = Check(0.0, (0, 0, 0, 0), 0.0, 0)
@@ -83,7 +84,7 @@ def check(problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, seed: 
             scores = (problem.scale * (queries @ keys.T)).masked_fill(~seen, -torch.inf)
             probs = torch.nan_to_num(torch.softmax(scores, -1)) if problem.seq_kv else scores
             size = info.eps / 2 + _ACCUMULATION * problem.scale * (queries.abs() @ keys.abs().T)
-            bound = 8 * (probs * size) @ values.abs() + info.smallest_normal * info.eps
+            bound = 8 * (probs * size + tiny) @ values.abs() + max(info.smallest_normal * info.eps, tiny)
             error = (out[b, h, rows].double() - probs @ values).abs()
             share = torch.where(torch.isfinite(error), error / bound, torch.inf)
             at = int(share.argmax())

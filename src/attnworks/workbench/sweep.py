@@ -232,7 +232,7 @@ def _plain_rows(factor: str, level: str) -> Iterable[Row]:
 
 def _runs(subject: Subject, row: Row) -> bool:
     case = case_of(row)
-    return not subject.reasons(case.build(), differentiable=case.gradients)
+    return not subject.reasons(case.outline(), differentiable=case.gradients)
 
 
 _ALL: tuple[Row, ...] = tuple(tuple(levels) for levels in FACTORS.values())

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attnworks.masks import AllOf, Causal, Window
 from attnworks.scores import ALiBi, Bias, Sink, Softcap
+from attnworks.workbench.addresses import Addresses, of_heads_first, shares
 
 TILE = 32
 SPLIT = 96
@@ -40,6 +41,7 @@ class Modifiers:
     tile_kv: int = TILE
     split_kv: int = SPLIT  # keys of a partial result; 0 for one of all keys, -n for n equal ones
     biases: dict[int, Tensor] = field(default_factory=dict)  # by place among the scores, (heads_q, seq_q, seq_kv)
+    addresses: Addresses = field(default_factory=lambda: Addresses(lambda fault: False, 0, TILE))
     shown: Tensor = field(default_factory=lambda: torch.empty(0))  # what the masks let through of the last tile
 
     def tile(self, q: Tensor, k: Tensor, first: int, backward: bool = False) -> tuple[Tensor, list[Tensor | None]]:
@@ -112,7 +114,7 @@ class Modifiers:
 
     def _shown(self, i: Tensor, j: Tensor, backward: bool) -> Tensor:
         has = self.has
-        end = self.limit - (1 if has("last key dropped") else 0)
+        end = self.limit - (1 if has("last key dropped") and not self.addresses.way else 0)
         shown = ((j < end) & (j > 0 if has("first key dropped") else j >= 0)).expand(1, self.seq_q, -1)
         if backward and has("mask missing in backward"):
             return shown
@@ -126,7 +128,8 @@ class Modifiers:
                 if has("boolean mask inverted"):
                     own = ~own
                 if has("mask of head 0"):
-                    own = own[:1]
+                    turned = [of_heads_first(whole, self.sequence, turned) for turned in (False, True)]
+                    own = (own[:1], whole[0], *turned)[self.addresses.way]
                 own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
                 shown = shown & own[:, : self.seq_q, int(j.min()) : int(j.max()) + 1]
             elif isinstance(mask, Causal | Window):
@@ -187,7 +190,9 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
         total = total + torch.exp(sink.view(-1, 1) - torch.where(top == -torch.inf, 0, top))
     lse = torch.where(total == 0, -torch.inf, top + torch.log(total))
     if has("splits averaged"):
-        weights, total = torch.ones_like(weights), torch.full_like(total, len(parts))
+        sizes = [min(size, k.shape[1] - a) for a in range(0, k.shape[1], size or 1)]
+        alike = shares(sizes, len(parts), m.addresses.way).to(q.dtype)
+        weights, total = alike.view(-1, 1, 1).expand_as(weights), torch.ones_like(total)
     if has("sink left out of the lse") and sink is not None:
         lse = torch.logsumexp(lses[:-1], 0) if len(parts) > 1 else torch.full_like(lse, -torch.inf)
     if has("splits summed"):
@@ -208,12 +213,18 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         if _skipped(m, start + first, k[:, keys].shape[1]):
             continue
         s, _ = m.tile(q, k[:, keys], start + first)
-        if has("tail keys unmasked"):
+        if has("tail keys unmasked") and not m.addresses.way:
             s = torch.nn.functional.pad(s, (0, m.tile_kv - s.shape[-1]))
         new_top = torch.maximum(top, s.amax(-1, keepdim=True))
+        if has("sum not rescaled") and m.addresses.way:  # the maximum follows only where it rises far
+            new_top = torch.where(new_top > top + 8, new_top, top)
         if has("maximum not subtracted"):
             new_top = torch.zeros_like(new_top)
-        safe = new_top if has("hidden tiles give NaN") else torch.where(new_top == -torch.inf, 0, new_top)
+        safe = (
+            new_top
+            if has("hidden tiles give NaN") and not m.addresses.way
+            else torch.where(new_top == -torch.inf, 0, new_top)
+        )
         exp = torch.exp2 if has("exp2 for exp") else torch.exp
         p = exp(s - safe)
         alpha = exp(safe - top) if has("rescaled upside down") and first > 0 else exp(top - safe)
@@ -228,10 +239,14 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         acc = _accumulate_fp16(acc, p, v[:, keys]) if low else acc + p @ v[:, keys]
         acc = acc * alpha if has("rescaled after adding") and first > 0 else acc
         top = new_top
-    safe_total = total if has("hidden tiles give NaN") else torch.where(total == 0, 1, total)
+    safe_total = total if _hidden_give_nan(m) else torch.where(total == 0, 1, total)
     out = acc if has("not divided by the sum") else acc / safe_total
     lse = torch.where(total == 0, -30000.0 if has("finite lse of empty rows") else -torch.inf, top + torch.log(total))
     return out, lse.squeeze(-1)
+
+
+def _hidden_give_nan(m: Modifiers) -> bool:
+    return m.has("hidden tiles give NaN") and not m.addresses.way
 
 
 def _skipped(m: Modifiers, first: int, size: int) -> bool:
@@ -336,19 +351,17 @@ class Attend(torch.autograd.Function):
     def forward(ctx: Any, m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *biases: Tensor) -> Any:
         m.biases = dict(zip(m.biases, biases, strict=True))
         compute = torch.promote_types(q.dtype, torch.float32)
-        ctx.heads = _head_map(m.has, q.shape[0], k.shape[0])
+        ctx.heads, heads_v = m.addresses.heads(q.shape[0], k.shape[0])
         # Copies, because a matrix product's bits may depend on how its operands lie in memory.
         q_copy = q.to(compute).clone(memory_format=torch.contiguous_format)
-        wide = [q_copy, k.to(compute)[ctx.heads], v.to(compute)[ctx.heads]]
-        if m.has("K and V heads differ"):
-            wide[2] = wide[2].flip(0)
+        wide = [q_copy, k.to(compute)[ctx.heads], v.to(compute)[heads_v]]
         if m.has("K and V exchanged") and k.shape == v.shape:
             wide[1], wide[2] = wide[2], wide[1]
         if m.has("products in tf32") and q.dtype == torch.float32:
             wide = [_in_tf32(x) for x in wide]
         out, lse = forward(m, wide[0], wide[1], wide[2], None if sink is None else sink.to(compute))
         ctx.m, ctx.sink, ctx.dtypes, ctx.heads_kv = m, sink, (q.dtype, k.dtype, v.dtype), k.shape[0]
-        if m.has("tail rows unwritten") and m.seq_q > m.tile_kv:
+        if m.has("tail rows unwritten") and (m.seq_q > m.tile_kv or m.addresses.way):
             out[:, m.seq_q // m.tile_kv * m.tile_kv :] = 0
         rounded = out.to(q.dtype)
         ctx.saved = (*wide, rounded.to(compute), lse)
@@ -383,15 +396,6 @@ class Attend(torch.autograd.Function):
             d_sink,
             *(d.float() for d in d_biases),
         )
-
-
-def _head_map(has: Has, heads_q: int, heads_kv: int) -> Tensor:
-    heads = torch.arange(heads_q)
-    if has("KV head 0 for all"):
-        return torch.zeros_like(heads)
-    if has("KV head by remainder"):
-        return heads % max(heads_kv, 1)
-    return heads // max(heads_q // max(heads_kv, 1), 1)
 
 
 def flatten_mask(mask: Any) -> list[Any]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -24,7 +25,7 @@ from attnworks.workbench import fused, hand, properties, schedule
 from attnworks.workbench.cases import Case
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.metrics import Measure, Standard, measure, standards
-from attnworks.workbench.oracle import Expected
+from attnworks.workbench.oracle import FORWARD, Expected
 from attnworks.workbench.subjects import Declined, Finding, Subject, abilities_of, backend_subjects
 from attnworks.workbench.yardstick import eager, flash_model
 
@@ -75,10 +76,12 @@ def longest(case: Case) -> int:
 
 
 class Answers:
-    """What is right for one case, worked out once for all subjects and only as far as they get."""
+    """What is right for one case, worked out once for all subjects and only as far as they get. ``gradients``: whether
+    those of the case will be asked for, so that the values are worked out with them."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, gradients: bool = True) -> None:
         self.case = case
+        self._together = gradients and case.gradients
 
     @cached_property
     def _inputs(self) -> Inputs:
@@ -86,15 +89,18 @@ class Answers:
 
     @cached_property
     def forward(self) -> dict[str, Standard]:
+        if self._together:
+            return {name: standard for name, standard in self.gradients.items() if name in FORWARD}
         return self._standards(self._expected, gradients=False)
 
     @cached_property
     def _expected(self) -> Expected:
-        return hand.answer(self._inputs, gradients=False)
+        return hand.answer(self._inputs, gradients=self._together)
 
     @cached_property
     def gradients(self) -> dict[str, Standard]:
-        return self._standards(hand.answer(self._inputs, gradients=True), gradients=True)
+        expected = self._expected if self._together else hand.answer(self._inputs, gradients=True)
+        return self._standards(expected, gradients=True)
 
     def _standards(self, expected: Expected, gradients: bool) -> dict[str, Standard]:
         yardstick = flash_model(self._inputs, gradients)
@@ -105,6 +111,50 @@ class Answers:
     @cached_property
     def fused(self) -> fused.Fused | str:
         return fused.run(self._inputs, self._expected)
+
+    def work_out(self) -> None:
+        _ = self.forward, self.fused
+
+
+class Ahead:
+    """Answers that are worked out in a thread of their own before they are asked for. A context manager: on leaving it
+    what was not asked for is dropped."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._begun: dict[tuple[Case, bool], tuple[Answers, Future[None]]] = {}
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def guess(self, cases: Iterable[Case]) -> None:
+        """Begin with the cases that ``schedule.jobs`` changes for no kernel."""
+        for case in cases:
+            if case.form == "dense" and case.heads_q == case.heads_kv and not case.lse_cotangent:
+                self.begin(case, gradients=True)
+
+    def begin(self, case: Case, gradients: bool) -> None:
+        if (case, gradients) not in self._begun:
+            answers = Answers(case, gradients)
+            self._begun[case, gradients] = answers, self._thread.submit(answers.work_out)
+
+    def settle(self) -> None:
+        """Keep what is done, finish what is being done, begin nothing more."""
+        for wanted, (_, done) in list(self._begun.items()):
+            if done.cancel():
+                del self._begun[wanted]
+        wait([done for _, done in self._begun.values()])
+
+    def take(self, case: Case, gradients: bool) -> Answers:
+        """The answers to a case, which come when they are asked for unless they are here."""
+        if (case, gradients) not in self._begun:
+            return Answers(case, gradients)
+        answers, done = self._begun.pop((case, gradients))
+        wait([done])  # what it raised is raised again where the answers are asked for
+        return answers
 
 
 def verify(
@@ -117,6 +167,7 @@ def verify(
     budget: float | None = None,
     progress: Progress | None = None,
     subjects: Sequence[Subject] | None = None,
+    ahead: Ahead | None = None,
 ) -> list[Result]:
     """Verify subjects on cases; nothing is raised for what fails, it is in the results.
 
@@ -125,22 +176,46 @@ def verify(
     ``cases``: ``Case`` objects, names of cases of the sweep, or patterns of ``catalogue.select``. ``quick``: the short
     list. ``seed``: of the random inputs and of the sweep's design. ``budget``: minutes, after which no further check is
     begun; what finds most comes first, and where time is left, sweeps of further seeds follow. ``subjects``: what to
-    verify instead of the backends. Raises ``ValueError`` for a backend or pattern that matches nothing.
+    verify instead of the backends. ``ahead``: answers that somebody has begun to work out. Raises ``ValueError`` for a
+    backend or pattern that matches nothing.
     """
     verified = chosen_subjects(backend, quick, device) if subjects is None else tuple(subjects)
     jobs = schedule.jobs(verified, cases, quick=quick, seed=seed)
     further = schedule.further_sweeps(verified, seed) if budget and not cases and not quick else ()
     results: list[Result] = []
     clock = schedule.Clock(budget, len(jobs), progress)
-    with fresh_memory_poisoned():
-        for job in chain(jobs, further):
+    with fresh_memory_poisoned(), ahead or Ahead() as known:
+        for job, answers in _with_answers(chain(jobs, further), known):
             if clock.over(str(job)):
                 break
-            answers = Answers(job.case)
             for subject in job.subjects:
                 results += verify_properties(subject, job.case) if job.properties else verify_case(subject, answers)
     clock.finish()
     return results
+
+
+def _with_answers(jobs: Iterable[schedule.Job], ahead: Ahead) -> Iterator[tuple[schedule.Job, Answers]]:
+    """The jobs with their answers, which are worked out while the jobs before them run. Not beside properties, which
+    set the number of threads and measure the process's memory."""
+    ahead.settle()
+    coming = iter(jobs)
+    job = next(coming, None)
+    while job is not None:
+        answers, following = ahead.take(*_wanted(job)), next(coming, None)
+        if following is not None and not job.properties and not following.properties and _asked(following):
+            ahead.begin(*_wanted(following))
+        yield job, answers
+        job = following
+
+
+def _wanted(job: schedule.Job) -> tuple[Case, bool]:
+    return job.case, any(abilities_of(subject).gradients for subject in job.subjects)
+
+
+def _asked(job: schedule.Job) -> bool:
+    """Whether any subject runs the job's case."""
+    inputs = job.case.outline()
+    return any(not subject.reasons(inputs) for subject in job.subjects)
 
 
 def chosen_subjects(backend: str, quick: bool, device: str = "cpu") -> tuple[Subject, ...]:
@@ -171,7 +246,7 @@ def verify_case(subject: Subject, answers: Answers) -> list[Result]:
     """Forward, gradients and the cross-check of one subject on one case."""
     case = answers.case
     layer: Layer = "hand" if case.generator == "hand" else "oracle"
-    reasons = subject.reasons(case.build())
+    reasons = subject.reasons(case.outline())
     if reasons:
         return [Result(subject.name, case, layer, "forward", "skipped", message="; ".join(reasons))]
     got: dict[str, list[Tensor]] = {}
@@ -189,7 +264,7 @@ def verify_case(subject: Subject, answers: Answers) -> list[Result]:
         cross = answers.fused
         results.append(_result(subject, case, "fused", "fused", lambda: ((), cross.compare(got))))
     if case.gradients:
-        refused = subject.reasons(case.build(), differentiable=True)
+        refused = subject.reasons(case.outline(), differentiable=True)
         if refused:
             results.append(Result(subject.name, case, layer, "gradients", "skipped", message="; ".join(refused)))
         else:
@@ -226,11 +301,11 @@ def _outside(inputs: Inputs, tensors: dict[str, Tensor]) -> str:
 
 
 def verify_properties(subject: Subject, case: Case) -> list[Result]:
-    if subject.reasons(case.build()):
+    if subject.reasons(case.outline()):
         return []
     results = []
     for p in properties.PROPERTIES:
-        if not p.applies(case) or (p.gradients and subject.reasons(case.build(), differentiable=True)):
+        if not p.applies(case) or (p.gradients and subject.reasons(case.outline(), differentiable=True)):
             continue
         if p.claim and not properties.claims(subject, p.claim):
             missing = properties.UNDECLARED[p.claim]

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import click
 
-from attnworks.workbench import catalogue, mutants, summary
+from attnworks.workbench import catalogue, summary
 from attnworks.workbench.cli import output, verdicts
 from attnworks.workbench.conventions import BY_NAME
+from attnworks.workbench.hunt import kill_table
 from attnworks.workbench.isolation import TIMEOUT
 from attnworks.workbench.probing import Prepared, prepare
 from attnworks.workbench.sweep import Coverage
-from attnworks.workbench.verify import Result, chosen_subjects
+from attnworks.workbench.verify import Ahead, Result, chosen_subjects
 from attnworks.workbench.verify import verify as run
 
 
@@ -81,11 +82,17 @@ def verify(
     elif run_mutants:
         _mutants(seed, as_json)
     else:
-        prepared = None if target is None else prepare(target, convention, isolated=not in_process, timeout=timeout)
-        subjects = chosen_subjects(backend, quick, device) if prepared is None else (prepared.subject,)
-        started = time.monotonic()
-        with output.progress() as progress:
-            results = run(subjects=subjects, cases=cases, quick=quick, seed=seed, budget=budget, progress=progress)
+        with Ahead() as ahead, output.progress() as progress:
+            prepared = None
+            if target is not None:
+                if not cases and not in_process:  # the other process takes seconds to load torch
+                    ahead.guess(catalogue.select(quick=True, seed=seed))
+                prepared = prepare(target, convention, isolated=not in_process, timeout=timeout)
+            subjects = chosen_subjects(backend, quick, device) if prepared is None else (prepared.subject,)
+            started = time.monotonic()
+            results = run(
+                subjects=subjects, cases=cases, quick=quick, seed=seed, budget=budget, progress=progress, ahead=ahead
+            )
         coverage = summary.coverage(subjects, results)
         if report:
             _report(report, results, coverage, seed, budget, time.monotonic() - started)
@@ -114,7 +121,7 @@ def _list(patterns: tuple[str, ...], quick: bool, wide: bool, as_json: bool) -> 
 
 def _mutants(seed: int, as_json: bool) -> None:
     with output.progress() as report:
-        kills = mutants.kill_table(seed=seed, progress=report)
+        kills = kill_table(seed=seed, progress=report)
     survivors = [kill for kill in kills if not kill.check]
     if as_json:
         output.print_json({"passed": not survivors, "kills": [kill.to_json() for kill in kills]})

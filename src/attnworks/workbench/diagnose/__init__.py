@@ -51,7 +51,8 @@ class Diagnosis:
         first = self.candidates[0].distance
         rival = self.candidates[1].distance if len(self.candidates) > 1 else 1.0
         explained = self.candidates[0].explained >= MOST * self.candidates[0].wrong
-        return "sure" if first <= NEAR and rival - first >= GAP and explained else "likely"
+        alone = explained and not self.candidates[0].second_fault
+        return "sure" if first <= NEAR and rival - first >= GAP and alone else "likely"
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -48,7 +48,12 @@ def _cause(found: Diagnosis) -> list[str]:
         f"distance {first.distance:.2f} from that fault (0 is the same, 1 has nothing in common); it has "
         f"{first.explained} of the {first.wrong} wrong tensors wrong as well{_tile(first)}",
     ]
-    if first.explained < first.wrong:
+    if first.second_fault:
+        lines.append(
+            f"A second fault is likely: {first.left} of these {first.explained} differ from that fault's by more than "
+            "rounding explains. Repair this one and ask again."
+        )
+    elif first.explained < first.wrong:
         lines.append("What it does not have wrong may be a second fault: repair this one and ask again.")
     if len(found.candidates) > 1:
         rival = found.candidates[1]

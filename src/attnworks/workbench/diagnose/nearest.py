@@ -19,8 +19,9 @@ from torch import Tensor
 from attnworks.masks import Causal
 from attnworks.scores import ALiBi, Bias
 from attnworks.workbench import tiled
+from attnworks.workbench.addresses import WAYS
 from attnworks.workbench.cases import BooleanRule
-from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Probe, probes
+from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Probe, Truth, probes
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.mutants import FAULTS, Mutant
 from attnworks.workbench.oracle import visible
@@ -47,6 +48,8 @@ TILED = (
     "padding scored 0 in backward",
     "dk, dv of the last query tile",
 )
+# Those among them that leave the output right.
+BACKWARD = TILED[TILED.index("dq overwritten by each tile") :]
 # Faults that show elsewhere in kernels that take masks and biases as tensors.
 WRITTEN = (
     "causal hides itself",
@@ -68,17 +71,21 @@ WRITTEN = (
 SPLIT = ("splits averaged", "splits summed")
 TILE_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
 # Where sizes show.
-TILE_PROBES = ("off the tile", "lengths apart", "rising maximum", "falling maximum", "strongly negative", "causal")
+TILE_PROBES = (
+    *("off the tile", "lengths apart", "rising maximum", "falling maximum", "strongly negative", "causal"),
+    *("varlen, full", "varlen, grouped", "cache, 8 heads on 2", "pages of 16"),
+)
 # From this distance on two answers are no more alike than those of faults that have nothing to do with each other.
 FAR = 0.46
 CHANCE = 0.25  # what errors that have nothing to do with each other agree in
+ROUNDED = 0.02  # of an error, what rounding may change in it
 SMALL = 0.03  # relative errors below this are roundings: their size is compared, not their values
 WEIGHTS = {"out": 1.0}
 OTHERS = 0.5  # lse and gradients
 # The probes on which a call is repeated, and what it weighs that calls differ or change their inputs.
 STEADINESS = ("square", "off the tile", "gapped", "varlen", "cache")
 STEADINESS_WEIGHT = 20.0
-FIRST_PROBES, FINALISTS = 4, 16
+FIRST_PROBES, FINALISTS, BEST_WAYS = 4, 14, 2
 SIZE_PROBES, SIZED_FINALISTS, BEST_SIZES = 2, 6, 2
 # Faults that show in what a second call returns or in what the first one left behind.
 UNSTEADY = ("changes from call to call", "writes into q")
@@ -91,6 +98,7 @@ class Variant:
     fault: str
     tile_kv: int = tiled.TILE
     split_kv: int = tiled.SPLIT
+    way: int = 0  # how the fault is made
     written: bool = False  # masks and ALiBi as SDPA takes them: tensors
 
     @property
@@ -99,7 +107,7 @@ class Variant:
 
     def subject(self) -> Mutant:
         kind = _Written if self.written else Mutant
-        return kind(self.fault, tile_kv=self.tile_kv, split_kv=self.split_kv)
+        return kind(self.fault, tile_kv=self.tile_kv, split_kv=self.split_kv, way=self.way)
 
 
 class _Written(Mutant):
@@ -130,19 +138,26 @@ class Candidate:
     tile: int
     explained: int  # how many wrong tensors of the subject the fault has wrong in a like way
     wrong: int
+    left: int  # how many of those still differ from the fault's by more than rounding
+
+    @property
+    def second_fault(self) -> bool:
+        """Whether what is left calls for another fault. Not where it may come from another tile, split or way."""
+        return self.fault not in {*TILED, *SPLIT, *UNSTEADY, *WAYS} and self.left > 0
 
 
 def variants(faults: Iterable[str] = tuple(FAULTS)) -> list[Variant]:
     found = []
     for fault in faults:
-        found.append(Variant(fault))
+        ways = range(WAYS.get(fault, 0) + 1)
+        found += [Variant(fault, way=way) for way in ways]
         if fault in TILED:
-            found += [Variant(fault, size, 0) for size in TILE_SIZES]
+            found += [Variant(fault, size, 0, way) for size in TILE_SIZES for way in ways]
         if fault in WRITTEN:
-            found.append(Variant(fault, written=True))
+            found += [Variant(fault, way=way, written=True) for way in ways]
         if fault in SPLIT:
-            found += [Variant(fault, min(size, 32), size) for size in TILE_SIZES]
-            found += [Variant(fault, split_kv=-parts) for parts in (2, 3, 4, 8)]
+            found += [Variant(fault, min(size, 32), size, way) for size in TILE_SIZES for way in ways]
+            found += [Variant(fault, split_kv=-parts, way=way) for parts in (2, 3, 4, 8) for way in ways]
     return found
 
 
@@ -168,7 +183,9 @@ class Corpus:
     def try_size(self, tile_kv: int) -> None:
         """Try the faults of tiles with one more tile size."""
         if tile_kv not in TILE_SIZES:
-            self.variants += [Variant(fault, tile_kv, 0) for fault in TILED]
+            self.variants += [
+                Variant(fault, tile_kv, 0, way) for fault in TILED for way in range(WAYS.get(fault, 0) + 1)
+            ]
             self._tables.clear()
 
     def rank(self, seen: Sequence[Observation], progress: Progress | None = None) -> list[Candidate]:
@@ -182,14 +199,14 @@ class Corpus:
         tensors = self._takes_mask_tensors(seen)
         usual = [place for place, v in enumerate(self.variants) if v.usual and (tensors or not v.written)]
         first = self._distances(seen, few, usual, progress)[:, 0]
-        best = [usual[place] for place in first.argsort(stable=True).tolist()[:FINALISTS]]
+        best = _best_ways([(self.variants[usual[n]].fault, usual[n]) for n in first.argsort(stable=True).tolist()])
         finalists = best + self._sizes(seen, failing, progress)
         found = self._distances(seen, range(len(seen)), finalists, progress)
         ranked: dict[str, Candidate] = {}
         for place in found[:, 0].argsort(stable=True).tolist():
-            v, (distance, explained, wrong) = self.variants[finalists[place]], found[place].tolist()
+            v, (distance, *counts) = self.variants[finalists[place]], found[place].tolist()
             size = v.split_kv if v.fault in SPLIT else v.tile_kv if v.fault in TILED else 0
-            ranked.setdefault(v.fault, Candidate(v.fault, distance, size, int(explained), int(wrong)))
+            ranked.setdefault(v.fault, Candidate(v.fault, distance, size, *map(int, counts)))
         return list(ranked.values())
 
     def _takes_mask_tensors(self, seen: Sequence[Observation]) -> bool:
@@ -199,10 +216,13 @@ class Corpus:
 
     def _sizes(self, seen: Sequence[Observation], failing: list[int], progress: Progress | None) -> list[int]:
         """The best tile sizes of the nearest of the faults that have such, by the first probes that tell."""
-        sized = [place for place, v in enumerate(self.variants) if not v.usual]
         telling = [place for place in failing if self.benches[place].probe.name in TILE_PROBES][:SIZE_PROBES]
-        if not telling or not sized:
+        if not telling:
             return []
+        if self.benches[telling[0]].probe.case.form != "dense":
+            del telling[1:]  # several sequences tell as much
+        wrong = {seen[place].answers["out"].failed for place in telling if seen[place].answers}
+        sized = [n for n, v in enumerate(self.variants) if not v.usual and (v.fault not in BACKWARD) in wrong]
         found = self._distances(seen, telling, sized, progress)[:, 0]
         kept: dict[str, list[int]] = {}
         for place in found.argsort(stable=True).tolist():
@@ -212,8 +232,9 @@ class Corpus:
     def _distances(
         self, seen: Sequence[Observation], places: Iterable[int], chosen: list[int], progress: Progress | None
     ) -> Tensor:
-        """(variants, 3): the distance, how many wrong tensors the two share, and how many the subject has."""
-        totals, places = torch.zeros(4, len(chosen)), list(places)
+        """(variants, 4): the distance, how many wrong tensors the two share, how many the subject has, and in how many
+        of the shared ones the two differ."""
+        totals, places = torch.zeros(5, len(chosen)), list(places)
         for done, place in enumerate(places):
             bench, observation = self.benches[place], seen[place]
             if progress:
@@ -224,7 +245,15 @@ class Corpus:
                 self._tables[place] = _Table(bench, self.variants)
             totals += self._tables[place].compare(observation, chosen)
         distances = torch.where(totals[1] > 0, totals[0] / totals[1].clamp_min(1e-9), 1.0)
-        return torch.stack((distances, totals[2], totals[3]), 1)
+        return torch.cat((distances[None], totals[2:])).T
+
+
+def _best_ways(places: Iterable[tuple[str, int]]) -> list[int]:
+    """The nearest two ways of each of the nearest faults, of (fault, place) in the order of their distances."""
+    kept: dict[str, list[int]] = {}
+    for fault, place in places:
+        kept.setdefault(fault, []).append(place)
+    return [place for ways in list(kept.values())[:FINALISTS] for place in ways[:BEST_WAYS]]
 
 
 class _Table:
@@ -234,16 +263,17 @@ class _Table:
         self.bench, self.chosen = bench, chosen
         count, asked = len(chosen), {written: _asked(bench, written) for written in (False, True)}
         self.unknown = torch.tensor([v.fault in asked[v.written] for v in chosen])
-        self.rows = {name: _Rows(bench.right(name), count) for name in bench.truths}
+        self.rows = {name: _Rows(bench.right(name), truth, count) for name, truth in bench.truths.items()}
         self.changes, self.writes = torch.zeros(2, count, dtype=torch.bool)
 
     def compare(self, seen: Observation, chosen: list[int]) -> Tensor:
-        """(distances, weights, wrong in both and alike, wrong in the subject), each for every chosen variant."""
+        """(distances, weights, wrong in both and alike, wrong in the subject, and of those alike how many differ by
+        more than rounding), each for every chosen variant."""
         for place in chosen:
             if self.unknown[place]:
                 self._fill(place)
         index = torch.tensor(chosen)
-        totals = torch.zeros(4, len(chosen))
+        totals = torch.zeros(5, len(chosen))
         wrong = seen.answers["out"].failed | self.rows["out"].failed[index]
         if "lse" in seen.answers:  # what a wrong LSE does to gradients depends on whether backward reads it
             wrong = wrong | seen.answers["lse"].failed | self.rows["lse"].failed[index]
@@ -259,21 +289,25 @@ class _Table:
                 distance[both] = 1 - rows.likeness(index[both], answer)
             weight = WEIGHTS.get(name, OTHERS) * counts
             alike = both & (distance <= FAR)
-            totals += torch.stack((weight * distance, weight, alike.float(), (counts & answer.failed).float()))
+            left = torch.zeros_like(alike)
+            left[alike] = rows.apart(index[alike], answer)
+            mine = counts & answer.failed
+            totals += torch.stack((weight * distance, weight, alike.float(), mine.float(), left.float()))
         if self.bench.probe.name in STEADINESS or seen.changes or seen.writes:
             for flag, theirs in ((seen.changes, self.changes[index]), (seen.writes, self.writes[index])):
                 mine = torch.full_like(theirs, flag)
                 weight = STEADINESS_WEIGHT * (mine | theirs)
-                totals += torch.stack((weight * (mine != theirs), weight, (mine & theirs).float(), mine.float()))
+                shared = (mine & theirs).float()
+                totals += torch.stack((weight * (mine != theirs), weight, shared, mine.float(), 0 * weight))
         return totals
 
     def _fill(self, place: int) -> None:
         v = self.chosen[place]
-        seen = self.bench.observe(v.subject(), properties=v.fault in UNSTEADY)
+        seen = self.bench.observe(v.subject(), properties=v.fault in UNSTEADY, wrong_ones=False)
         for name, rows in self.rows.items():
             if seen.raised:  # it followed a page number into nowhere
                 rows.failed[place], rows.wrong[place], rows.got[place] = True, True, torch.nan
-            else:
+            elif name in seen.answers:  # gradients do not count where the output is wrong
                 rows.put(place, seen.answers[name])
         self.changes[place], self.writes[place], self.unknown[place] = seen.changes, seen.writes, False
 
@@ -281,7 +315,8 @@ class _Table:
 class _Rows:
     """One tensor of one probe as every variant answers it; right until told otherwise."""
 
-    def __init__(self, right: Answer, count: int) -> None:
+    def __init__(self, right: Answer, truth: Truth, count: int) -> None:
+        self.budget = truth.budget[truth.sample].float()
         self.failed = torch.zeros(count, dtype=torch.bool)
         self.relative = torch.zeros(count)
         self.want = right.got.float()
@@ -291,6 +326,16 @@ class _Rows:
     def put(self, place: int, answer: Answer) -> None:
         self.failed[place], self.relative[place] = answer.failed, answer.relative
         self.got[place], self.wrong[place] = answer.got.float(), answer.wrong
+
+    def apart(self, index: Tensor, answer: Answer) -> Tensor:
+        """Whether variants that are wrong as the subject is differ from it by more than both their roundings, which
+        may be larger on wrong values than on right ones."""
+        got, theirs = answer.got.float(), self.got[index]
+        error = torch.maximum((theirs - self.want).abs(), (got - self.want).abs())
+        differ = (theirs - got).abs() > 2 * self.budget + ROUNDED * error
+        strange = (theirs.isfinite() != got.isfinite()) | (theirs.isnan() != got.isnan())
+        small = (self.relative[index] < SMALL) & (answer.relative < SMALL)
+        return (differ | strange).any(1) & ~small
 
     def likeness(self, index: Tensor, answer: Answer) -> Tensor:
         """In [0, 1], for variants that are wrong where the subject is."""

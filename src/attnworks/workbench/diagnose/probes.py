@@ -43,6 +43,13 @@ def _probes() -> tuple[Case, ...]:
         "mask": (Causal(),),
     }
     decode: dict[str, Any] = {"form": "decode", "heads_q": 4, "lengths": ((1, 1), (1, 200), (1, 77))}
+    even = ((1, 64), (1, 16), (1, 3), (1, 190))
+    pack: dict[str, Any] = {
+        "form": "varlen",
+        "lengths": ((30, 20), (9, 60), (40, 41), (16, 16), (3, 33)),
+        "heads_q": 4,
+        "mask": (Causal(),),
+    }
     few: dict[str, Any] = {"lengths": ((4, 4), (4, 150), (4, 77)), "mask": (Causal(),), "heads_q": 2}
     return (
         _case("square", 128, 128, batch=2, **grads),
@@ -82,10 +89,30 @@ def _probes() -> tuple[Case, ...]:
         _case("gapped", 37, 75, batch=2, memory="gapped", heads_q=4, heads_kv=4),
         _case("varlen", 64, 90, **varlen, **grads),
         _case("varlen, full", 64, 90, **{**varlen, "lengths": ((20, 30), (7, 70), (33, 12)), "mask": ()}),
+        _case("varlen, grouped", 40, 60, **pack, **grads),
+        _case("varlen, window", 40, 60, **{**pack, "mask": (Window(7, 5),)}),
+        _case("varlen, alibi", 40, 60, **{**pack, "scores": (AlibiRule(),)}),
+        _case("varlen with empty", 9, 40, **{**pack, "lengths": ((4, 0), (0, 9), (9, 40), (7, 3))}, **grads),
         _case("cache", 1, 220, **decode),
+        _case("cache, 8 heads on 2", 1, 256, **{**decode, "heads_q": 8, "lengths": even}),
+        _case(
+            "cache, window",
+            3,
+            220,
+            **{**decode, **few, "lengths": ((3, 9), (3, 150), (3, 77)), "mask": (Window(7, 5),)},
+        ),
+        _case("cache with empty", 1, 96, **{**decode, "lengths": ((1, 0), (1, 40), (1, 96))}),
+        _case("pages of 16", 1, 220, **{**decode, "lengths": ((1, 50), (1, 200), (1, 77), (1, 33)), "page_size": 16}),
+        _case(
+            "append over pages",
+            2,
+            96,
+            **{**decode, "lengths": ((2, 17), (2, 66), (2, 40)), "new_keys": 2, "page_size": 16},
+        ),
+        _case("append", 2, 96, **{**decode, "lengths": ((2, 17), (2, 66), (2, 40)), "new_keys": 2}),
         _case("pages of 17", 4, 170, **{**decode, **few, "page_size": 17}),
         _case("pages apart", 1, 220, **{**decode, "page_size": 16, "memory": "halves"}),
-        _case("append", 2, 220, **{**decode, "lengths": ((2, 2), (2, 200)), "new_keys": 2, "page_size": 16}),
+        _case("append to pages", 2, 220, **{**decode, "lengths": ((2, 2), (2, 200)), "new_keys": 2, "page_size": 16}),
         _case("append, causal", 3, 220, **{**decode, **few, "lengths": ((3, 3), (3, 150), (3, 77)), "new_keys": 3}),
         _case("int8 cache", 1, 220, **{**decode, "dtype": BF16, "cache_dtype": torch.int8, "page_size": 16}),
     )
@@ -164,18 +191,20 @@ class Bench:
         found = answers.gradients if self.probe.case.gradients else answers.forward
         return {name: _truth(standard) for name, standard in found.items()}
 
-    def observe(self, subject: Subject, *, properties: bool = True) -> Observation:
-        """Run a subject once, twice where ``properties`` asks whether calls repeat and leave their inputs alone."""
+    def observe(self, subject: Subject, *, properties: bool = True, wrong_ones: bool = True) -> Observation:
+        """Run a subject once, twice where ``properties`` asks whether calls repeat and leave their inputs alone.
+        ``wrong_ones``: gradients also where the output is wrong."""
         inputs = self.probe.case.build(self.probe.poison)
         refused = subject.reasons(inputs)
         if refused:
             return Observation(refused="; ".join(refused))
         getattr(subject, "seen", []).clear()
         try:
-            got = self._gradients(subject, inputs) if self.probe.case.gradients else None
-            first = None
-            if got is None or properties:
-                inputs = self.probe.case.build(self.probe.poison)
+            first = None if wrong_ones else run(subject, inputs)
+            got = None
+            if self.probe.case.gradients and (first is None or not self._judge("out", first["out"]).failed):
+                got = self._gradients(subject, self.probe.case.build(self.probe.poison))
+            if first is None and (got is None or properties):
                 first = run(subject, inputs)
             seen = Observation({name: self._judge(name, parts) for name, parts in (got or first or {}).items()})
             if first is not None and properties:
@@ -222,7 +251,7 @@ class Bench:
         error = torch.where(finite, (got - truth.want).abs(), 0)
         strange = ~finite & ~((got == truth.want) | (got.isnan() & truth.want.isnan()))
         # A value beyond the dtype's largest rounds to infinity.
-        strange &= ~(got.isinf() & (truth.want.abs() > torch.finfo(parts[0].dtype).max))
+        strange &= ~((got == torch.sign(truth.want) * torch.inf) & (truth.want.abs() > torch.finfo(parts[0].dtype).max))
         wrong = (error > truth.budget) | strange
         norm = float(error.norm())
         failed = bool(wrong.any()) or norm > truth.norm_budget

@@ -1,0 +1,228 @@
+"""Where a kernel finds its keys, in packed sequences and caches: with a switch for each fault, and the ways it is made.
+
+To whoever looks for it "the wrong page" is one mistake; kernels make it by repeating a page, by another sequence's row
+of the table, by a page size that is compiled in. ``WAYS`` counts, for each fault, the ways beyond the first. ``verify``
+is proven on the first; ``diagnose`` compares a kernel with all of them and calls them by one name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+WAYS = {
+    "key offsets from queries": 8,
+    "sequences not apart": 6,
+    "causal from other lengths": 3,
+    "tail keys unmasked": 1,
+    "tail rows unwritten": 1,
+    "cache lengths ignored": 6,
+    "longest length for all": 3,
+    "last key dropped": 1,
+    "pages in order": 2,
+    "page repeated": 2,
+    "stale page": 7,
+    "new keys not appended": 2,
+    "new keys in the wrong slot": 3,
+    "k_scale dropped": 4,
+    "v_scale dropped": 2,
+    "hidden tiles give NaN": 3,
+    "KV head by remainder": 1,
+    "KV head 0 for all": 1,
+    "K and V heads differ": 5,
+    "splits averaged": 2,
+    "mask of head 0": 3,
+    "bias of sequence 0": 2,
+    "sum not rescaled": 1,
+    "scale of the padded head_dim": 1,
+}
+
+
+@dataclass(frozen=True)
+class Addresses:
+    """``has``: whether a fault is there; ``way``: how it is made, 0 … ``WAYS[fault]``; ``tile``: keys of a tile."""
+
+    has: Callable[[str], bool]
+    way: int
+    tile: int
+
+    # ---- packed sequences --------------------------------------------------------------------------------------------
+
+    def packed(self, ends_q: Sequence[int], ends_kv: Sequence[int]) -> tuple[list[slice], list[int]]:
+        """By sequence, the keys that are read and how many of them masks count."""
+        own = [slice(a, b) for a, b in pairwise(ends_kv)]
+        lengths = [s.stop - s.start for s in own]
+        read = own
+        if self.has("key offsets from queries"):
+            read = [self._moved(n, ends_q, ends_kv, lengths) for n in range(len(own))]
+        elif self.has("sequences not apart"):
+            read = [self._mixed(n, s, ends_kv[-1], max(lengths)) for n, s in enumerate(own)]
+        elif self.has("tail keys unmasked") and self.way:
+            read = [
+                slice(s.start, min(s.start + self._rounded(n), ends_kv[-1])) for n, s in zip(lengths, own, strict=True)
+            ]
+        counted = [len(range(*s.indices(ends_kv[-1]))) for s in read]
+        if (self.has("sequences not apart") and self.way in (1, 4, 5)) or self.has("tail keys unmasked"):
+            counted = lengths  # they begin with a sequence's own keys, and masks know how many these are
+        if self.has("causal from other lengths"):
+            counted = self._of_others(ends_q, ends_kv)
+        return read, counted
+
+    def _moved(self, n: int, ends_q: Sequence[int], ends_kv: Sequence[int], lengths: Sequence[int]) -> slice:
+        length, total = lengths[n], ends_kv[-1]
+        if not self.way:
+            return slice(ends_q[n], ends_q[n] + length)
+        start = (
+            ends_q[n],
+            n * max(lengths),  # as in a padded batch
+            ends_kv[max(n - 1, 0)],
+            ends_kv[n + 1],
+            0,
+            n * length,
+            ends_kv[n] + 1,
+            ends_kv[n] - 1,
+        )[self.way - 1]
+        start = max(0, min(start, total - length))  # a read past the end would be a crash
+        return slice(start, start + length)
+
+    def _mixed(self, n: int, own: slice, total: int, longest: int) -> slice:
+        return (
+            slice(0, total),
+            slice(own.start, min(own.start + longest, total)),
+            slice(own.start + (n > 0), min(own.stop + 1, total)),  # the border lies one key too far
+            slice(0, own.stop),
+            slice(own.start, total),
+            slice(own.start, min(own.stop + 1, total)),
+            slice(max(own.start - 1, 0), own.stop),
+        )[self.way]
+
+    def _of_others(self, ends_q: Sequence[int], ends_kv: Sequence[int]) -> list[int]:
+        """Keys from which masks are aligned that are not the sequence's own."""
+        pairs = [(b - a, d - c) for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_kv), strict=True)]
+        longest = max(kv for _, kv in pairs) - max(q for q, _ in pairs)
+        whole = ends_kv[-1] - ends_q[-1]  # one diagonal through all of the pack
+        shifts = {0: longest, 1: pairs[0][1] - pairs[0][0], 3: pairs[-1][1] - pairs[-1][0]}
+        return [
+            q + (whole + ends_q[n] - ends_kv[n] if self.way == 2 else shifts[self.way])
+            for n, (q, _) in enumerate(pairs)
+        ]
+
+    # ---- caches ------------------------------------------------------------------------------------------------------
+
+    def cached(self, lengths: list[int], capacity: int, page_size: int) -> tuple[list[int], list[int]]:
+        """By sequence, how many slots are read before new keys come, and how many of them masks count."""
+        read = lengths
+        if self.has("longest length for all"):
+            turned = {1: lengths[:1] * len(lengths), 2: lengths[1:] + lengths[:1], 3: lengths[-1:] + lengths[:-1]}
+            read = turned.get(self.way, [max(lengths)] * len(lengths))
+            return read, read
+        if self.has("one slot too many"):
+            read = [min(n + 1, capacity) for n in lengths]
+        elif self.has("cache lengths ignored") and self.way:
+            step = (8, 16, 32, 64, 128, page_size or 256)[self.way - 1]
+            read = [min(-(-n // step) * step, capacity) for n in lengths]
+        elif self.has("tail keys unmasked") and self.way:
+            read = [min(self._rounded(n), capacity) for n in lengths]
+        counted = lengths
+        if self.has("causal from other lengths"):
+            counted = [(max(lengths), lengths[0], capacity, lengths[-1])[self.way]] * len(lengths)
+        return read, counted
+
+    def pages(self, table: Tensor, b: int, count: int, pages: int) -> list[int]:
+        """The first ``count`` pages of a sequence, of ``pages`` that there are."""
+        found: list[int] = table[b, :count].remainder(pages).tolist()
+        if not count:
+            return found
+        if self.has("pages in order"):
+            first = (0, found[0], b * table.shape[1])[self.way]
+            return [(first + n) % pages for n in range(count)]
+        if self.has("page repeated") and count > 1:
+            return [found[0]] * count if self.way == 2 else [*found[:-1], found[0 if not self.way else -2]]
+        if self.has("stale page"):
+            return self._stale(table, b, found, pages)
+        return found
+
+    def _stale(self, table: Tensor, b: int, own: list[int], pages: int) -> list[int]:
+        count, batch = len(own), table.shape[0]
+        known = table.remainder(pages)
+        if not self.way:
+            return [*own[:-1], int(known[b - 1, 0])]
+        if self.way == 6:
+            return [*own[:-1], 0]
+        rows = {
+            1: known[0],
+            2: known[(b + 1) % batch],
+            3: known.flatten()[b * count :],  # as if rows were as long as the sequence has pages
+            4: known.T.flatten()[b * count :],
+            5: known[b, 1:],
+            7: known[b].flip(0)[-count:],
+        }
+        row = rows[self.way][:count].tolist()
+        return row + own[len(row) :]
+
+    def splits_meet(self, length: int, capacity: int) -> bool:
+        """Whether, of 4 or 8 splits of the capacity, so many hold no key that a merge gives -inf - -inf."""
+        share = {1: 0.5, 2: 0.75, 3: 0.875}.get(self.way, 0.0)
+        return self.has("hidden tiles give NaN") and bool(self.way) and length <= share * capacity
+
+    def slot(self, length: int) -> int:
+        """Where the first new key goes."""
+        return (max(length - 1, 0), length + 1, 0, length // 16 * 16)[self.way]
+
+    def scale(self, name: str, k_scale: Tensor, v_scale: Tensor) -> Tensor:
+        """What the numbers of an 8-bit cache are multiplied by, (heads or 1, 1)."""
+        scale = (k_scale if name == "k_scale" else v_scale).view(-1, 1)
+        if self.has("k_scale dropped") and self.way == 4:  # each has the other's
+            return (v_scale if name == "k_scale" else k_scale).view(-1, 1)
+        if not self.has(f"{name} dropped"):
+            return scale
+        return (torch.ones(1, 1), scale**2, 1 / scale, scale[:1])[self.way]
+
+    # ---- heads and tiles ---------------------------------------------------------------------------------------------
+
+    def heads(self, heads_q: int, heads_kv: int) -> tuple[Tensor, Tensor]:
+        """The KV heads that query heads take K and V from."""
+        heads, count = torch.arange(heads_q), max(heads_kv, 1)
+        own = heads // max(heads_q // count, 1)
+        if self.has("KV head 0 for all"):
+            wrong = (heads // count).clamp(max=count - 1) if self.way else torch.zeros_like(heads)
+            return wrong, wrong
+        if self.has("KV head by remainder"):
+            wrong = count - 1 - own if self.way else heads % count
+            return wrong, wrong
+        if self.has("K and V heads differ"):
+            turned, next_one = heads % count, (own + 1) % count
+            pairs = ((own, own.flip(0)), (own, turned), (turned, own), (own, 0 * own), (own, next_one), (0 * own, own))
+            return pairs[self.way]
+        return own, own
+
+    def _rounded(self, length: int) -> int:
+        return -(-length // self.tile) * self.tile
+
+
+def shares(sizes: list[int], count: int, way: int) -> Tensor:
+    """What parts weigh without their LSE: alike, by their number of keys, or as a tree of means leaves it."""
+    alike = torch.ones(count)
+    if way == 1:
+        alike[: len(sizes)] = torch.tensor(sizes)
+    elif way == 2:
+        parts = list(torch.eye(count))
+        while len(parts) > 1:
+            means = [(a + b) / 2 for a, b in zip(parts[::2], parts[1::2], strict=False)]
+            parts = means + parts[2 * len(means) :]
+        mean: Tensor = parts[0]
+        return mean
+    return alike / alike.sum()
+
+
+def of_heads_first(whole: Tensor, sequence: int, turned: bool) -> Tensor:
+    """One sequence's part of (batch, heads, ...) where batch and heads lie in memory the other way round, or
+    (``turned``) were turned round and are not any more."""
+    batch, heads = whole.shape[:2]
+    if turned:
+        return whole.transpose(0, 1).flatten(0, 1)[(sequence if batch > 1 else 0) * heads + torch.arange(heads)]
+    return whole.flatten(0, 1)[torch.arange(heads) * batch + (sequence if batch > 1 else 0)]

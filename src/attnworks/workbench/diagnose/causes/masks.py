@@ -1,0 +1,153 @@
+"""Causes in what changes the scores: masks, score modifiers; and the LSE."""
+
+from __future__ import annotations
+
+from attnworks.workbench.diagnose.causes.cause import ALIBI, BIAS, CAP, CAUSAL, EMPTY, LSE, MASK, SINK, WINDOW, Cause
+
+SECTIONS: dict[str, dict[str, Cause]] = {
+    "Masks": {
+        "causal hides itself": Cause(
+            "Causal: every row misses its own key; the first row is 0 or NaN.", CAUSAL, "< for ≤ in the mask."
+        ),
+        "causal shows the next": Cause(
+            "Causal: every row but the last sees one key of the future.", CAUSAL, "An offset of one in the mask."
+        ),
+        "causal ignored": Cause(
+            "Causal: as without a mask; right only in the last row.",
+            CAUSAL,
+            "Is the flag passed on, and the mask applied in the diagonal tiles?",
+        ),
+        "causal upside down": Cause(
+            "Causal: rows see the future and not the past.", CAUSAL, "≥ for ≤; queries and keys exchanged in the mask."
+        ),
+        "diagonal tile skipped": Cause(
+            "Causal: each row misses its latest keys, those in the tile that holds the diagonal.",
+            CAUSAL,
+            "The KV loop's end: ceil((last row + shift + 1) / tile_kv) tiles, not floor of the first row's.",
+        ),
+        "causal before the append": Cause(
+            "Causal with appended keys: each query misses as many of the latest keys as were appended.",
+            CAUSAL,
+            "seq_kv in the shift is the cache's length after the append.",
+        ),
+        "causal from other lengths": Cause(
+            "Packed sequences or a cache, causal: right for one sequence alone, or where all are alike; the diagonal "
+            "is another sequence's, the longest one's, or the whole pack's.",
+            CAUSAL,
+            "seq_q and seq_kv in the shift are the sequence's own: not max_seqlen, not totals, not capacity.",
+        ),
+        "causal by tile": Cause(
+            "Causal: rows see keys of the future up to the end of their tile; the last row of each tile is right.",
+            CAUSAL,
+            "Whole tiles are skipped, but the diagonal tile has no mask of its own.",
+        ),
+        "aligned top-left": Cause(
+            "Causal or window: right only where seq_q = seq_kv.",
+            CAUSAL,
+            "The offset seq_kv - seq_q is missing. (PyTorch's is_causal is top-left by definition.)",
+        ),
+        "aligned bottom-right": Cause(
+            "Causal from the top left (PyTorch's is_causal): right only where seq_q = seq_kv.",
+            "top-left: query i sees key j where j ≤ i",
+            "The offset seq_kv - seq_q, which this alignment does not have.",
+        ),
+        "window one short": Cause("A window misses its outermost key.", WINDOW, "< for ≤ at the window's end."),
+        "window one long": Cause("A window shows one key too many.", WINDOW, "Off by one at the window's end."),
+        "window one long on the right": Cause(
+            "A window shows one key too many ahead.", WINDOW, "Is the right end inclusive of right, and no more?"
+        ),
+        "window without left end": Cause(
+            "A window shows all of the past.", WINDOW, "The left bound, also in the loop's first tile."
+        ),
+        "window without right end": Cause(
+            "A window shows all of the future.", WINDOW, "The right bound where it is not causal."
+        ),
+        "mask of head 0": Cause(
+            "A mask with heads: only the first head is right.",
+            "mask[b, h, i, j]",
+            "The mask's head stride (0 or lost).",
+        ),
+        "boolean mask inverted": Cause(
+            "A boolean mask: exactly the hidden keys are seen.",
+            "True is visible (PyTorch's SDPA), where others have True for hidden",
+            "The meaning of True.",
+        ),
+        "boolean mask ignored": Cause(
+            "A boolean mask: as without it.", MASK, "Is the mask's pointer read? Added as numbers (0 or 1) instead?"
+        ),
+        "masked after softmax": Cause(
+            "Masked rows are too small by a factor of their own; LSE counts hidden keys.",
+            MASK,
+            "P is set to 0 after the sum was taken: mask S, before the maximum and the sum.",
+        ),
+        "hidden scores are 0": Cause(
+            "With any mask: hidden keys count as if they scored 0.",
+            MASK,
+            "S multiplied by the mask, or other=0 in a masked load of scores.",
+        ),
+        "hidden scores are -10000": Cause(
+            "Right but for rows without keys (a mean of V, not 0) and very negative scores.",
+            MASK,
+            "A finite stand-in for -inf: with very negative scores hidden keys come back.",
+        ),
+        "empty rows give the mean": Cause(
+            "Rows without keys give the mean of V instead of 0, and a finite LSE.",
+            EMPTY,
+            "A finite stand-in (-1e9, finfo.min) cancels in S - m: test whether the row saw a key.",
+        ),
+        "empty rows give NaN": Cause(
+            "NaN exactly in rows without keys.", EMPTY, "0/0 in the last division: guard l = 0."
+        ),
+        "hidden tiles give NaN": Cause(
+            "NaN in rows whose first tile is hidden altogether, even if later keys are seen.",
+            EMPTY,
+            "exp(-inf - (-inf)): use 0 for the maximum while it is -inf.",
+        ),
+        "finite lse of empty rows": Cause(
+            "Rows without keys: the output is right, the LSE is finite; merging goes wrong.",
+            EMPTY,
+            "The stand-in for -inf escapes through the LSE.",
+        ),
+    },
+    "LSE": {
+        "lse in base 2": Cause(
+            "LSE too large by a factor of 1.44 = 1/ln 2.", LSE, "m and log2 l must both be times ln 2."
+        ),
+        "lse not written": Cause("LSE is 0 (or what lay in memory).", LSE, "The store, its mask and its strides."),
+        "lse without the maximum": Cause("LSE is log l alone.", LSE, "The maximum is missing in m + log l."),
+    },
+    "Sink, softcap, ALiBi, bias": {
+        "sink ignored": Cause("With sinks: output too large, LSE too small.", SINK, "exp(sink - m) missing in l."),
+        "sink scaled": Cause("With sinks: as with a sink nearer 0.", SINK, "The sink is in the units of S: no scale."),
+        "sink outside the maximum": Cause(
+            "Inf or NaN with a large sink.", SINK, "m starts from the sink, or takes it in."
+        ),
+        "sink left out of the lse": Cause(
+            "With sinks: output right, LSE too small.", SINK, "The LSE is of the l used."
+        ),
+        "softcap ignored": Cause("With a softcap: as without.", CAP, "Is the cap passed on?"),
+        "softcap by exponentials": Cause(
+            "With a softcap: NaN for large scores.", CAP, "tanh from exp overflows: use tanh, or 1 - 2/(exp(2x) + 1)."
+        ),
+        "softcap before scale": Cause(
+            "With a softcap: wrong everywhere.", CAP, "The cap's argument is the scaled score."
+        ),
+        "softcap after mask": Cause(
+            "Softcap with a mask: hidden keys come back as scores of -cap.", CAP, "The order: cap first, then -inf."
+        ),
+        "alibi sign": Cause("ALiBi: far keys gain.", ALIBI, "The sign of the slope."),
+        "alibi distance signed": Cause(
+            "ALiBi: right where causal; else keys ahead gain.", ALIBI, "The absolute value of the distance."
+        ),
+        "alibi from the first key": Cause(
+            "ALiBi: right where seq_q = seq_kv (or causal, where a row's shift cancels).",
+            ALIBI,
+            "The origin seq_kv - seq_q.",
+        ),
+        "alibi of the wrong head": Cause("ALiBi: heads have each other's slopes.", ALIBI, "The index into the slopes."),
+        "bias of head 0": Cause("A bias: only the first head is right.", BIAS, "The bias's head stride."),
+        "bias of sequence 0": Cause("A bias: only the first sequence is right.", BIAS, "The bias's batch stride."),
+        "bias scaled": Cause("A bias: as with a smaller one.", BIAS, "The bias is added after the scale."),
+        "bias ignored": Cause("A bias: as without.", BIAS, "Is its pointer read, for every broadcast?"),
+    },
+}

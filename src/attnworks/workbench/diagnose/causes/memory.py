@@ -1,0 +1,106 @@
+"""Causes in where a kernel reads and writes: heads, sequences, caches; and what comes and goes."""
+
+from __future__ import annotations
+
+from attnworks.workbench.diagnose.causes.cause import GROUP, LENGTHS, PAGES, Cause
+
+SECTIONS: dict[str, dict[str, Cause]] = {
+    "Heads, sequences, memory": {
+        "KV head by remainder": Cause(
+            "Grouped heads: wrong unless heads_kv is 1 or heads_q; first head right.",
+            GROUP,
+            "h % heads_kv for h // group; repeat for repeat_interleave.",
+        ),
+        "KV head 0 for all": Cause(
+            "Only query heads of KV head 0 are right.", GROUP, "The head index or stride of K and V."
+        ),
+        "K and V heads differ": Cause(
+            "Wrong unless there is one head: K's and V's heads do not belong together.",
+            GROUP,
+            "K's and V's head offsets: each its own stride, one index.",
+        ),
+        "K and V exchanged": Cause(
+            "Wrong everywhere; with K = V right.", "O = softmax(scale · Q Kᵀ) V", "The arguments' order."
+        ),
+        "K and V of sequence 0": Cause(
+            "Only the first sequence of the batch is right.", "K[b], V[b]", "The batch index or stride of K and V."
+        ),
+        "strides ignored": Cause(
+            "Right for contiguous tensors, wrong for views.",
+            "address = base + Σ index · stride",
+            "Strides worked out from sizes; a missing .contiguous().",
+        ),
+        "sequences not apart": Cause(
+            "Packed sequences: each sees its neighbours' keys.",
+            "cu_seqlens[b] ≤ j < cu_seqlens[b + 1]",
+            "Both offsets.",
+        ),
+        "key offsets from queries": Cause(
+            "Packed sequences: right where queries and keys are equally long.",
+            "keys by cu_seqlens_kv, queries by cu_seqlens_q",
+            "Which offsets K and V are read by.",
+        ),
+        "rows past the end unwritten": Cause(
+            "Packed sequences: rows past cu_seqlens[-1] hold whatever lay in memory.",
+            "rows past cu_seqlens[-1] are 0",
+            "empty() for zeros() for the output.",
+        ),
+    },
+    "Caches": {
+        "cache lengths ignored": Cause(
+            "Decode: keys behind the end count (NaN where they are NaN).", LENGTHS, "Is kv_lens read?"
+        ),
+        "one slot too many": Cause(
+            "Decode: what lies behind each sequence's end takes part: NaN, or the key that was there before.",
+            LENGTHS,
+            "< for <=; kv_lens is a number of keys, not the index of the last.",
+        ),
+        "longest length for all": Cause(
+            "Decode: right for the longest sequence only.", LENGTHS, "kv_lens[b] for max(kv_lens)."
+        ),
+        "tail weighted by 0": Cause(
+            "Decode: NaN where NaN lies behind the end, else right.",
+            LENGTHS,
+            "0 · NaN is NaN: mask the load of V, not only P.",
+        ),
+        "pages in order": Cause("Pages: right for one page of sequence 0.", PAGES, "Is the page table read?"),
+        "page repeated": Cause("Pages: the last page is another.", PAGES, "The index into the table in the last tile."),
+        "stale page": Cause(
+            "Pages: the newest keys are old ones, or another sequence's.",
+            PAGES,
+            "The table's last entry is out of date.",
+        ),
+        "page stride from sizes": Cause(
+            "Pages: right where pages lie close together.", PAGES, "The page stride is the tensor's own."
+        ),
+        "new keys not appended": Cause(
+            "Decode with new keys: they do not count.",
+            "cache[kv_lens[b] + n] = k_new[b, n] before reading",
+            "The order.",
+        ),
+        "new keys in the wrong slot": Cause(
+            "Decode with new keys: the newest old key is gone, or a slot that nobody wrote is read.",
+            "cache[kv_lens[b] + n] = k_new[b, n] before reading",
+            "Is the first new key put at kv_lens[b], in the page that the table names for that slot?",
+        ),
+        "k_scale dropped": Cause("8-bit cache: weights wrong.", "K = k_scale · stored", "The scale of each KV head."),
+        "v_scale dropped": Cause(
+            "8-bit cache: off by a constant factor.", "V = v_scale · stored", "The scale in the end."
+        ),
+        "writes into q": Cause(
+            "An input is changed by the call.", "q, k and v are read only", "In-place operations on a view."
+        ),
+    },
+    "What comes and goes": {
+        "changes from call to call": Cause(
+            "Two calls on the same inputs differ.",
+            "the same inputs give the same bits",
+            "A race: a missing barrier, a buffer reused too early, atomics, memory never written.",
+        ),
+        "batch changes the tiles": Cause(
+            "A row's bits depend on the rest of the batch.",
+            "for a fixed plan a row's bits depend on the row alone",
+            "Tile or split sizes chosen from the batch or the longest sequence.",
+        ),
+    },
+}

@@ -1,0 +1,169 @@
+"""Causes in the softmax itself: its running maximum and sum, precision, scale."""
+
+from __future__ import annotations
+
+from attnworks.workbench.diagnose.causes.cause import MERGE, RESCALE, SCALE, Cause
+
+SECTIONS: dict[str, dict[str, Cause]] = {
+    "The online softmax": {
+        "accumulator not rescaled": Cause(
+            "Right on one tile of keys; wrong on more, most where scores rise along the keys; LSE right.",
+            RESCALE,
+            "Is acc multiplied by α = exp(m_old - m_new) in every tile, before P V is added?",
+        ),
+        "sum not rescaled": Cause(
+            "Right on one tile of keys; on more each row is too small by a factor of its own; LSE wrong.",
+            RESCALE,
+            "Is the running sum multiplied by the same α as the accumulator?",
+        ),
+        "rescaled upside down": Cause(
+            "Wrong on more than one tile; Inf or NaN where the maximum rises far.",
+            RESCALE,
+            "The sign in α: exp(old - new), which is at most 1, not exp(new - old).",
+        ),
+        "rescaled after adding": Cause(
+            "Right where the maximum stands in the first tile; the latest tiles count too little where it rises.",
+            RESCALE,
+            "The order: acc *= α first, then acc += P V.",
+        ),
+        "accumulator overwritten by each tile": Cause(
+            "Right on one tile; on more the output is far too small: only the last tile's P V over the whole sum.",
+            RESCALE,
+            "acc = P V instead of acc = α acc + P V; in Triton a dot without its accumulator.",
+        ),
+        "not divided by the sum": Cause(
+            "Every row is off by a positive factor of its own, larger with more keys; LSE right.",
+            "O = acc / l at the end",
+            "Is the epilogue's division by the running sum there, and by the sum of all lanes?",
+        ),
+        "maximum not subtracted": Cause(
+            "NaN or Inf for large scores, 0 for very negative ones; right on unit-normal inputs.",
+            "P = exp(S - m), m the row's maximum",
+            "Is the row's maximum subtracted before exp, in the same units (scaled, base 2) as the scores?",
+        ),
+        "finite initial maximum": Cause(
+            "Right until all scores of a row lie far below 0: then 0 or NaN, and a wrong LSE.",
+            "m starts at -inf, so that the first tile sets it",
+            "The initial running maximum: a finite stand-in (0, -1e4) must not take part as a value.",
+        ),
+        "exp2 for exp": Cause(
+            "Everything is wrong, as if the scores were multiplied by ln 2 = 0.69.",
+            "exp(x) = exp2(x · log2 e)",
+            "Is log2 e folded into the scale wherever exp2 is used?",
+        ),
+        "first tile only": Cause(
+            "Right up to one tile of keys, then the later keys do not matter at all.",
+            "O sums over all tiles of keys",
+            "The KV loop's bound and step; a stage count that ends the pipeline after one tile.",
+        ),
+        "last tile only": Cause(
+            "Right up to one tile of keys, then only the last ones matter, softmax and LSE included.",
+            "O sums over all tiles of keys",
+            "State (m, l, acc) initialised inside the KV loop instead of before it.",
+        ),
+        "last partial tile dropped": Cause(
+            "Right where seq_kv is a multiple of the tile; else the last seq_kv mod tile keys are missing.",
+            "number of tiles = ceil(seq_kv / tile_kv)",
+            "Floor division in the number of tiles.",
+        ),
+        "tail keys unmasked": Cause(
+            "Right where seq_kv is a multiple of the tile; else too small, worst for very negative scores.",
+            "S = -inf for j ≥ seq_kv",
+            "Padding keys score 0, not -inf: the bounds mask of the last tile.",
+        ),
+        "tail rows unwritten": Cause(
+            "The last seq_q mod tile rows are 0 (or what lay in memory); the others are right.",
+            "number of query tiles = ceil(seq_q / tile_q)",
+            "The grid's size and the store mask of the last query tile.",
+        ),
+        "first key dropped": Cause(
+            "Wrong everywhere, a little with many keys; exactly key 0 is missing.",
+            "j runs over 0 … seq_kv - 1",
+            "Off by one at the start of the loop, or < for ≤ in the mask.",
+        ),
+        "last key dropped": Cause(
+            "Wrong where the last key is seen; exactly one key is missing. Causal: only the last row.",
+            "j runs over 0 … seq_kv - 1",
+            "Off by one in the bound: j < seq_kv - 1, or a length that leaves out the key just appended.",
+        ),
+        "softmax over queries": Cause(
+            "Wrong everywhere; rows of the weights do not sum to 1 (try V = 1: the output must be 1).",
+            "P = softmax over keys (the last axis of S)",
+            "The axis of the reductions: row maxima and sums run along keys, also after a transposed product.",
+        ),
+        "splits averaged": Cause(
+            "Right with one split; wrong from the length on at which the keys are split. LSE right.",
+            MERGE,
+            "The reduction of the splits: are the partial outputs weighted by exp(LSE_n - LSE)?",
+        ),
+        "splits summed": Cause(
+            "Right with one split; with n splits about n times too large.",
+            MERGE,
+            "Partial outputs are normalised: they need the weights exp(LSE_n - LSE), not a plain sum.",
+        ),
+        "NaN swallowed": Cause(
+            "A NaN in q, k or v comes out as a number.",
+            "a NaN among the visible inputs stays NaN",
+            "max() that drops NaN, nan_to_num, or 'row is empty' tested as not (m > -inf).",
+        ),
+    },
+    "Precision": {
+        "fp16 accumulation": Cause(
+            "Only in fp16 (bf16) and grows with the number of keys; every element near, the tensor's norm too far.",
+            "acc and l in fp32, whatever the input",
+            "The accumulator's type in the matrix product; acc cast to the input dtype between tiles.",
+        ),
+        "sum in low precision": Cause(
+            "Only in 16 bits, grows with the number of keys: rows are too large once the sum no longer grows.",
+            "l = Σ P in fp32",
+            "The dtype of the running sum, and of the reduction that makes it.",
+        ),
+        "scores rounded": Cause(
+            "Only in 16 bits, and only where scores are large.",
+            "S in fp32 until the exponential",
+            "S stored or returned in the input dtype between Q Kᵀ and softmax.",
+        ),
+        "products in tf32": Cause(
+            "Only in fp32: relative errors near 1e-3 everywhere, 16-bit inputs right.",
+            "products of fp32 inputs in fp32",
+            "allow_tf32 / input_precision of the products.",
+        ),
+        "probs in fp8": Cause(
+            "Relative errors of a few per cent everywhere, LSE right.",
+            "P rounded to the input dtype, no coarser",
+            "The dtype of P in the second product.",
+        ),
+    },
+    "Scale": {
+        "scale missing": Cause(
+            "Wrong everywhere, weights too sharp: the output is near one row of V; LSE too large.",
+            SCALE,
+            "Is S (or Q) multiplied by the scale at all? With exp2: by scale · log2 e.",
+        ),
+        "scale twice": Cause(
+            "Wrong everywhere, weights too flat: the output is near the mean of V.",
+            SCALE,
+            "Q scaled beforehand and S again; 1/head_dim for 1/sqrt(head_dim).",
+        ),
+        "scale argument ignored": Cause(
+            "Right with the default scale, wrong with any other.",
+            SCALE,
+            "A scale worked out inside the kernel instead of the argument.",
+        ),
+        "scale of the padded head_dim": Cause(
+            "Right where head_dim is a multiple of the padding; else as with a scale that is too small.",
+            SCALE,
+            "Is the default scale made before head_dim is padded?",
+        ),
+        "scale of the model width": Cause(
+            "Right with one head; with more, weights are too even.",
+            SCALE,
+            "The default scale is made from one head's dimension, not from heads · head_dim.",
+        ),
+        "scale of head_dim_v": Cause(
+            "Right unless head_dim_v differs from head_dim.",
+            SCALE,
+            "The head dim the scale is made from: Q's and K's, not V's (nor the padded one).",
+        ),
+    },
+}
