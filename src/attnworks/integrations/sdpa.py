@@ -47,7 +47,7 @@ class replace_sdpa(TorchFunctionMode):
     Whatever name it is called by, also inside torch's own modules and models that imported it earlier. It holds for the
     thread that entered it, until the block is left, by an exception too; blocks nest, the innermost decides. A call
     that ``sdpa`` cannot take (dropout, nested tensors) raises its error: none goes to torch unnoticed. Every other
-    torch function called from Python inside the block takes about a microsecond longer.
+    torch function called from Python inside the block takes a few microseconds longer.
 
     ``backend``: as for ``attention``.
     """
@@ -171,7 +171,7 @@ def _four_dimensions(
 
 def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     try:
-        return tuple(torch.broadcast_shapes(*shapes))
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         listed = ", ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(f"query, key, value: had leading dimensions {listed}, must broadcast") from error
