@@ -175,6 +175,19 @@ def test_errors_say_what_they_say_eagerly():
             run(q, k, v)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_puts_the_op_into_the_program(strict):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v):
+            return attention(q, k, v, mask=Causal())
+
+    length = {2: torch.export.Dim("length", min=2, max=64)}
+    program = torch.export.export(Module(), qkv(6), dynamic_shapes=(length,) * 3, strict=strict)
+    assert "attnworks.forward.default" in {str(node.target) for node in program.graph.nodes}
+    inputs = qkv(9)
+    same(program.module()(*inputs), attention(*inputs, mask=Causal()))
+
+
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="generated code needs a C++ compiler")
 def test_generated_code_trains_a_block_and_decodes():
     """Inductor: strides that it reads off the fakes, a gradient, and a cache written in place."""

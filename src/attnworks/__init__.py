@@ -3,6 +3,7 @@
 from attnworks.api import attention, attention_decode, attention_varlen, explain
 from attnworks.cache import Rotary
 from attnworks.errors import UnsupportedError, Verdict
+from attnworks.integrations.sdpa import replace_sdpa, sdpa
 from attnworks.masks import Causal, Window
 from attnworks.merge import merge
 from attnworks.plan import Plan
@@ -26,4 +27,6 @@ __all__ = [
     "attention_varlen",
     "explain",
     "merge",
+    "replace_sdpa",
+    "sdpa",
 ]

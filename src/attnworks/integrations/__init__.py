@@ -1,0 +1,1 @@
+"""attnworks behind the interfaces of other libraries."""
