@@ -1,0 +1,140 @@
+"""Small cases for Triton's interpreter, which takes milliseconds for each operation on each tile: every path of the
+kernels with as few tiles as show it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attnworks.backends import triton
+from attnworks.masks import Causal, Window
+from attnworks.plan import Plan
+from attnworks.scores import Softcap
+from attnworks.workbench.cases import AddRule, AlibiRule, BiasRule, BooleanRule, Case, PredicateRule, SinkRule
+from attnworks.workbench.subjects import BackendSubject
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CAUSAL = (Causal(),)
+
+
+def _tiles_of_16(plan: Plan) -> Plan:
+    if plan.schedule == "split_kv":
+        return replace(plan, tile_q=16, tile_kv=16, split_kv=32)
+    return replace(plan, tile_q=16, tile_kv=16)
+
+
+def _wide_tiles(plan: Plan) -> Plan | None:
+    return replace(plan, tile_q=16, tile_kv=32) if plan.schedule == "q_outer" else None
+
+
+def _splits(plan: Plan) -> Plan | None:
+    return Plan("triton", "split_kv", 32, 16, 16, warps=4) if plan.schedule == "q_outer" else None
+
+
+PREFERRED = BackendSubject("triton", triton)
+SMALL = BackendSubject("triton, tiles of 16", triton, _tiles_of_16)
+WIDE = BackendSubject("triton, 16 x 32", triton, _wide_tiles)
+SPLITS = BackendSubject("triton, splits of 16", triton, _splits)
+
+
+def dense(name: str, **fields: Any) -> Case:
+    shape: dict[str, Any] = {"heads_kv": 1, "seq_q": 17, "seq_kv": 34, "head_dim": 16, "head_dim_v": 24}
+    return Case(name, "the interpreter", **shape | {"gradients": True} | fields)
+
+
+def varlen(name: str, **fields: Any) -> Case:
+    lengths = ((0, 7), (20, 33), (5, 0), (17, 3))
+    return dense(name, form="varlen", **{"lengths": lengths, "spare": 6} | fields)
+
+
+def decode(name: str, **fields: Any) -> Case:
+    shape: dict[str, Any] = {"heads_q": 4, "heads_kv": 2, "seq_q": 1, "seq_kv": 70, "head_dim_v": 16}
+    return dense(name, form="decode", **shape | {"lengths": ((1, 1), (1, 66), (1, 0)), "gradients": False} | fields)
+
+
+MASKS = (
+    dense("no mask", seq_kv=50),
+    dense("causal", mask=CAUSAL, seq_q=33, seq_kv=50),
+    dense("top-left", mask=(Causal("top-left"),)),
+    dense("rows without keys", mask=CAUSAL, seq_q=34, seq_kv=17, lse_cotangent=True),
+    dense("window", mask=(Window(7, 5),), seq_q=50, seq_kv=50),
+    dense("window to the left", mask=(Window(3, 0),)),
+    dense("window without a left end", mask=(Window(None, 2),)),
+    dense("two alignments", mask=(Causal("top-left"), Window(20, 30))),
+    dense("boolean mask", batch=2, mask=(BooleanRule("bhqk", empty_row=True),)),
+    dense("boolean mask of few keys and causal", mask=(Causal(), BooleanRule("11qk", keep=0.05))),
+    dense("boolean mask of a batch's keys", batch=2, mask=(BooleanRule("b11k"),)),
+    dense("predicate", mask=(PredicateRule(lambda b, h, q, k: (k // 16 == q // 16) | ((k < 5) & (h == 1))),)),
+)
+SCORES = (
+    dense("softcap", scores=(Softcap(2.0),), mask=CAUSAL),
+    dense("alibi", batch=2, scores=(AlibiRule(True),), mask=CAUSAL),
+    *(dense(f"bias {form}", batch=2, scores=(BiasRule(form),)) for form in ("bhqk", "b1qk", "1h1k", "qk", "1hq1", "1")),
+    dense("bias that hides", scores=(BiasRule("bhqk", hide=True),)),
+    dense("bias then softcap", scores=(BiasRule("1hqk"), Softcap(2.0))),
+    dense("softcap then bias, window", scores=(Softcap(2.0), BiasRule("1hqk")), mask=(Window(9, 0),)),
+    dense("sink", scores=(SinkRule(),), mask=CAUSAL, seq_q=34, seq_kv=17, lse_cotangent=True),
+    dense("sink 100", scores=(SinkRule(100.0),)),
+    dense("sink -100", scores=(SinkRule(-100.0),)),
+    dense("sink and no keys", scores=(SinkRule(0.5),), seq_kv=0),
+    dense("score function", scores=(AddRule(lambda s, b, h, q, k: s + 0.03 * (k - q) + 0.1 * h),)),
+    dense("scale -0.7", scale=-0.7, lse_cotangent=True),
+)
+NUMBERS = (
+    *(dense(f"causal, {str(dtype).removeprefix('torch.')}", mask=CAUSAL, dtype=dtype) for dtype in (BF16, FP16)),
+    dense("softcap, sink, bf16", scores=(Softcap(20.0), SinkRule()), dtype=BF16),
+    *(dense(name, generator=name) for name in ("large scores", "rising maximum", "strongly negative", "one hot rows")),
+    *(dense(name, generator=name, gradients=False) for name in ("nan key", "nan value", "minus infinity")),
+)
+SIZES = (
+    *(dense(f"size {n}", seq_q=n, seq_kv=n, mask=CAUSAL) for n in (1, 15, 16, 17)),
+    *(dense(f"empty {name}", **{name: 0}) for name in ("batch", "seq_q", "seq_kv")),
+    dense("empty heads", heads_q=0, heads_kv=0),
+    dense("head dim 1", head_dim=1, head_dim_v=3, seq_q=17, seq_kv=17),
+    dense("heads 6/2", heads_q=6, heads_kv=2, seq_q=17, seq_kv=20),
+    *(
+        dense(f"{memory}, {layout}", batch=2, seq_q=17, seq_kv=20, head_dim_v=16, memory=memory, layout=layout)
+        for memory in ("gapped", "swapped", "strided channels", "shared heads")
+        for layout in ("bhsd", "bshd")
+    ),
+)
+PACKED = (
+    varlen("varlen"),
+    varlen("varlen, causal", mask=CAUSAL, lse_cotangent=True),
+    varlen("varlen, window, gapped", mask=(Window(9, 3),), memory="gapped"),
+    varlen("varlen, softcap, sink, bf16", scores=(Softcap(20.0), SinkRule()), mask=CAUSAL, dtype=BF16),
+    varlen("varlen, alibi, bias", scores=(AlibiRule(), BiasRule("b1qk"))),
+    varlen("varlen, boolean mask", mask=(BooleanRule("bhqk"),)),
+    varlen("varlen, predicate", mask=(PredicateRule(lambda b, h, q, k: k <= q + b),)),
+)
+FOUR: dict[str, Any] = {"seq_q": 4, "lengths": ((4, 4), (4, 66), (4, 2))}
+CACHES = (
+    decode("decode"),
+    decode("decode, window", mask=(Window(19, 0),)),
+    decode("decode, 4 queries, causal", mask=CAUSAL, **FOUR),
+    decode("decode, softcap, sink", scores=(Softcap(3.0), SinkRule()), mask=CAUSAL),
+    decode("decode, boolean mask", mask=(BooleanRule("b11k"),)),
+    decode("decode, strided", memory="gapped"),
+    *(decode(f"decode, pages of {size}", page_size=size) for size in (1, 16, 17, 32)),
+    decode("decode, halves, 4 queries", page_size=16, memory="halves", mask=CAUSAL, **FOUR),
+    decode("decode, append", page_size=16, seq_q=2, lengths=((2, 2), (2, 66)), new_keys=2, mask=CAUSAL),
+    decode("decode, bf16", dtype=BF16, page_size=16),
+    decode("decode, int8", dtype=FP16, cache_dtype=torch.int8, page_size=16),  # the interpreter has no int8 → bf16
+    decode("decode, fp8 e4m3", dtype=BF16, cache_dtype=torch.float8_e4m3fn, page_size=16),
+    decode("decode, fp8 e5m2", dtype=BF16, cache_dtype=torch.float8_e5m2, page_size=17),
+)
+GROUPS = {"masks": MASKS, "scores": SCORES, "numbers": NUMBERS, "sizes": SIZES, "packed": PACKED, "caches": CACHES}
+CASES = tuple(case for group in GROUPS.values() for case in group)
+BY_NAME = {case.name: case for case in CASES}
+
+# (subject, case): tiles of 16 run everything, the others what they do otherwise.
+PAIRS = (
+    *((SMALL, case) for case in CASES),
+    *((PREFERRED, BY_NAME[name]) for name in ("no mask", "window", "boolean mask", "varlen, causal", "decode")),
+    *((WIDE, BY_NAME[name]) for name in ("causal", "window", "two alignments", "boolean mask", "varlen")),
+    *((SPLITS, replace(BY_NAME[name], gradients=False))
+      for name in ("no mask", "causal", "rows without keys", "window", "boolean mask", "sink", "sink 100")),
+)  # fmt: skip
+TRIED = ("causal", "varlen, causal", "decode, pages of 17", "decode, append", "gapped, bshd")
