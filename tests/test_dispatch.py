@@ -101,7 +101,7 @@ def test_a_cpu_plan_that_cannot_run_is_named(fields, message):
 
 @pytest.mark.parametrize("wrong", ["gpu", None, 3, ["cpu"], torch.zeros(1)])
 def test_an_unknown_backend_is_named(wrong):
-    with pytest.raises(ValueError, match=r"backend: was .*, must be 'auto' or one of \('cpu', 'reference'\)"):
+    with pytest.raises(ValueError, match=r"backend: was .*, must be 'auto' or one of \('cpu', 'triton', 'reference'\)"):
         attention(*qkv(), backend=wrong)
 
 

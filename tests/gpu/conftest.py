@@ -13,7 +13,13 @@ import torch
 HERE = Path(__file__).parent
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU")
 # Fresh memory is filled by torch's deterministic mode, which also warns of operations that have no such mode.
-MARKS = (pytest.mark.gpu, NO_GPU, pytest.mark.filterwarnings("ignore:.*determinis.*:UserWarning"))
+MARKS = (
+    pytest.mark.gpu,
+    NO_GPU,
+    pytest.mark.filterwarnings("ignore:.*determinis.*:UserWarning"),
+    # A leaf that was differentiated on the capturing stream is differentiated again outside of it, on purpose.
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
