@@ -63,6 +63,13 @@ FORWARD = {
         *[None] * 5,
         spec("dense", mask=[None], scores=["bias", "sink"], grad=True),
     ),
+    "heads outermost, grad": lambda: (
+        *[randn(h, 2, n, 8).transpose(0, 1).requires_grad_() for h, n in ((4, 5), (2, 7), (2, 7))],
+        [],
+        [],
+        *[None] * 5,
+        spec("dense", grad=True),
+    ),
     "bshd, grad, tiled": lambda: (
         *qkv(grad=True, layout="bshd"),
         [randn(4).requires_grad_()],
@@ -166,6 +173,7 @@ def backward_args(case, needs, d_out, d_lse):
         ("bias, sink, mask, grad", [False, True, False, True, False], True, False),
         ("bshd, grad, tiled", [True] * 4, True, False),
         ("bshd, grad, tiled", [True, False, True, True], False, True),
+        ("heads outermost, grad", [True] * 3, True, False),
         ("varlen, grad", [True] * 4, True, True),
         ("paged, grad", [True] * 4, True, False),
     ],
