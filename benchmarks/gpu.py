@@ -180,18 +180,19 @@ def products(q: Tensor, causal: bool, *, backward: bool = False) -> float:
 # ---- sections --------------------------------------------------------------------------------------------------------
 
 
-def forward_rows(lengths: list[int], rounds: int) -> Iterator[Row]:
+def forward_rows(lengths: list[int], rounds: int, without: list[str]) -> Iterator[Row]:
     for head_dim in HEAD_DIMS:
         for causal in (False, True):
             for length in lengths:
                 torch.compiler.reset()
                 q, k, v = inputs(head_dim, length)
-                times = measure(right(forwards(q, k, v, causal)), rounds)
+                tried = {name: run for name, run in forwards(q, k, v, causal).items() if name not in without}
+                times = measure(right(tried), rounds)
                 problem = f"D={head_dim} N={length} {'causal' if causal else 'full'}"
                 yield from rows_of("Forward", problem, times, FORWARD_BARS, products(q, causal))
 
 
-def backward_rows(lengths: list[int], rounds: int) -> Iterator[Row]:
+def backward_rows(lengths: list[int], rounds: int, without: list[str]) -> Iterator[Row]:
     for head_dim in HEAD_DIMS:
         for causal in (False, True):
             for length in lengths:
@@ -199,7 +200,8 @@ def backward_rows(lengths: list[int], rounds: int) -> Iterator[Row]:
                 q, k, v = (x.requires_grad_() for x in inputs(head_dim, length))
                 d_out = torch.randn_like(q)
                 tried = forwards(q, k, v, causal)
-                outs = {name: tried[name]() for name in ("attnworks", "FA2", "cuDNN", "FlexAttention")}
+                names = [name for name in ("attnworks", "FA2", "cuDNN", "FlexAttention") if name not in without]
+                outs = {name: tried[name]() for name in names}
                 leaves = (q, k, v)
 
                 def backward(out: Tensor, leaves: tuple[Tensor, ...] = leaves, d_out: Tensor = d_out) -> Any:
@@ -310,6 +312,9 @@ def main() -> None:
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096, 16384])
     parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument(
+        "--without", nargs="+", default=[], metavar="NAME", help="competitors to leave out of the first two"
+    )
     parser.add_argument("--markdown", type=Path, help="also write the tables there")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON; tables go to stderr")
     chosen = parser.parse_args()
@@ -317,8 +322,8 @@ def main() -> None:
         parser.error("needs a GPU that torch sees")
     warnings.filterwarnings("ignore", module="torch")
     sections: dict[str, Callable[[], Iterator[Row]]] = {
-        "forward": lambda: forward_rows(chosen.lengths, chosen.rounds),
-        "backward": lambda: backward_rows(chosen.lengths, chosen.rounds),
+        "forward": lambda: forward_rows(chosen.lengths, chosen.rounds, chosen.without),
+        "backward": lambda: backward_rows(chosen.lengths, chosen.rounds, chosen.without),
         "masks": lambda: mask_rows(chosen.rounds),
         "host": host_rows,
         "compile": compile_rows,

@@ -336,7 +336,14 @@ def restrided(problem: Problem, o: Operands) -> Problem:
 
 
 def _restrided_term(term: Any, operands: tuple[Tensor, ...]) -> Any:
-    operand = getattr(term, "operand", None)
-    if operand is None or operand.strides == operands[operand.index].stride():
-        return term
-    return replace(term, operand=replace(operand, strides=operands[operand.index].stride()))
+    operand, expression = getattr(term, "operand", None), getattr(term, "expression", None)
+    if operand is not None and operand.strides != operands[operand.index].stride():
+        return replace(term, operand=replace(operand, strides=operands[operand.index].stride()))
+    if expression is not None:  # what a user's function captured
+        specs = tuple(
+            replace(spec, strides=tensor.stride())
+            for spec, tensor in zip(expression.operands, term.own(operands), strict=True)
+        )
+        if specs != expression.operands:
+            return replace(term, expression=type(expression)(expression.nodes, specs))
+    return term
