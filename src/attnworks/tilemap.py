@@ -31,11 +31,6 @@ class TileLists:
     offsets: Tensor
     tiles: Tensor
 
-    def rows(self) -> Tensor:
-        """The row of each tile."""
-        rows = torch.arange(self.offsets.numel() - 1, device=self.tiles.device)
-        return torch.repeat_interleave(rows, self.offsets.diff().long(), output_size=self.tiles.numel())
-
     def row(self, row: int) -> list[int]:
         return [int(tile) for tile in self.tiles[int(self.offsets[row]) : int(self.offsets[row + 1])]]
 
@@ -85,17 +80,6 @@ class TileMap:
         return self.visible_pairs / max(self.batch * self.heads * self.seq_q * self.seq_kv, 1)
 
     @cached_property
-    def full_runs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The full tiles as runs of neighbours: (offsets, starts, stops), int32. Row r has the runs number
-        ``offsets[r]`` to ``offsets[r + 1] - 1``, each of the tiles start to stop - 1."""
-        tiles, row = self.full.tiles, self.full.rows()
-        breaks = (row.diff() != 0) | (tiles.diff() != 1)
-        edge = torch.ones(min(tiles.numel(), 1), dtype=torch.bool, device=tiles.device)
-        first, last = torch.cat((edge, breaks)), torch.cat((breaks, edge))
-        runs = _compress(row[first], tiles[first], self.full.offsets.numel() - 1)
-        return runs.offsets, runs.tiles, tiles[last] + 1
-
-    @cached_property
     def transposed(self) -> TileMap:
         """The same tiles listed by KV tile: row ``(b · heads + h) · tiles_kv + t`` lists query tiles, for dK and dV.
 
@@ -106,7 +90,8 @@ class TileMap:
         return TileMap(self.batch, self.heads, *sizes, *lists, self.visible_pairs)
 
     def _transpose(self, lists: TileLists) -> TileLists:
-        row = lists.rows()
+        rows = torch.arange(lists.offsets.numel() - 1, device=lists.tiles.device)
+        row = torch.repeat_interleave(rows, lists.offsets.diff().long(), output_size=lists.tiles.numel())
         tiles_q = max(self.tiles_q, 1)
         new_row = (row // tiles_q) * self.tiles_kv + lists.tiles
         order = torch.argsort(new_row, stable=True)  # keeps query tiles ascending

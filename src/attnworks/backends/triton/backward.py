@@ -141,20 +141,9 @@ def grad_kv(
                 run_start, run_stop = full_end, stop
             tiles = None
             if tile_map is not None:
-                tiles, run_start = tile_map[1], start
-            if run == 1 and tile_map is not None:
-                for index in range(full_start, full_end):
-                    acc_k, acc_v = gather_queries(
-                        acc_k, acc_v, k_tile, v_tile, q + q_start + wide_head * q_strides[1],
-                        grad_out + grad_start + wide_head * grad_out_strides[1],
-                        lse2 + lse_start + wide_head * lse_strides[1], delta + lse_start + wide_head * lse_strides[1],
-                        None, tl.load(tile_map[3] + index), tl.load(tile_map[4] + index),
-                        b, head, keys, rows_q, keys_kv, low, high, scale, score_operands, mask_operands,
-                        q_strides[2], grad_out_strides[2], lse_strides[2],
-                        TILE_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, False,
-                        SCORE, SCORE_GRAD, MASK, PRECISION,
-                    )  # fmt: skip
-            elif run == 1 or (run == 0 and RIGHT and MASK is None) or (run == 2 and (LEFT or TAIL or MASK is not None)):
+                tiles = tile_map[3] if run == 1 else tile_map[1]
+                run_start = start if run == 2 else run_start
+            if run == 1 or (run == 0 and RIGHT and MASK is None) or (run == 2 and (LEFT or TAIL or MASK is not None)):
                 acc_k, acc_v = gather_queries(
                     acc_k, acc_v, k_tile, v_tile, q + q_start + wide_head * q_strides[1],
                     grad_out + grad_start + wide_head * grad_out_strides[1],
@@ -269,7 +258,7 @@ def grad_q(
     start, full_start, full_end, stop = tile_ranges(
         0, keys_kv, row_tile * TILE_Q, last, low, high, TILE_KV, LEFT, RIGHT
     )
-    tiles = None
+    tiles = tile_map
     if MASK is not None:
         full_start, full_end = start, start
         if tile_map is not None:
@@ -282,18 +271,9 @@ def grad_q(
         else:
             run_start, run_stop = full_end, stop
         if tile_map is not None:
-            tiles, run_start = tile_map[1], start
-        if run == 1 and tile_map is not None:
-            for index in range(full_start, full_end):
-                acc = gather_keys(
-                    acc, q_tile, d_tile, row_lse, row_delta, k + k_start + kv_head * k_strides[1],
-                    v + v_start + kv_head * v_strides[1],
-                    None, tl.load(tile_map[3] + index), tl.load(tile_map[4] + index), b, head, positions,
-                    rows_q, keys_kv, low, high, scale, score_operands, mask_operands, k_strides[2], v_strides[2],
-                    TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, False,
-                    SCORE, SCORE_GRAD, MASK, PRECISION,
-                )  # fmt: skip
-        elif run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
+            tiles = tile_map[3] if run == 1 else tile_map[1]
+            run_start = start if run == 2 else run_start
+        if run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
             acc = gather_keys(
                 acc, q_tile, d_tile, row_lse, row_delta, k + k_start + kv_head * k_strides[1],
                 v + v_start + kv_head * v_strides[1], tiles, run_start, run_stop, b, head, positions,

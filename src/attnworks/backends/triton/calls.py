@@ -53,9 +53,8 @@ class Modifiers:
 
 
 def map_arguments(found: tilemap.TileMap) -> tuple[Any, ...]:
-    """A tile map as kernels take it: partial tiles as a list, full ones as runs of neighbours, and how many of its rows
-    lie between batches and between heads (0 if they share)."""
-    lists = (found.partial.offsets, found.partial.tiles, *found.full_runs)
+    """The lists of a tile map, and how many of its rows lie between batches and between heads (0 if they share)."""
+    lists = (found.partial.offsets, found.partial.tiles, found.full.offsets, found.full.tiles)
     return (*lists, found.tiles_q * found.heads if found.batch > 1 else 0, found.tiles_q if found.heads > 1 else 0)
 
 

@@ -98,7 +98,7 @@ def forward(
     start, full_start, full_end, stop = tile_ranges(
         begin, end, first_position, last_position, low, high, TILE_KV, LEFT, RIGHT
     )
-    tiles = None
+    tiles = tile_map
     if MASK is not None:  # what the bounds leave is a matter of the mask: as its tile map says, or all of it in part
         full_start, full_end = start, start
         if tile_map is not None:
@@ -112,17 +112,9 @@ def forward(
         else:
             run_start, run_stop = full_end, stop
         if tile_map is not None:
-            tiles, run_start = tile_map[1], start
-        if run == 1 and tile_map is not None:
-            for index in range(full_start, full_end):
-                acc, running_sum, running_max = attend(
-                    acc, running_sum, running_max, q_tile, k_head, v_head, table,
-                    None, tl.load(tile_map[3] + index), tl.load(tile_map[4] + index),
-                    b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
-                    k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS,
-                    LEFT, RIGHT, False, FOLDED, SCORE, MASK, PRECISION,
-                )  # fmt: skip
-        elif run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
+            tiles = tile_map[3] if run == 1 else tile_map[1]
+            run_start = start if run == 2 else run_start
+        if run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
             acc, running_sum, running_max = attend(
                 acc, running_sum, running_max, q_tile, k_head, v_head, table, tiles, run_start, run_stop,
                 b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,

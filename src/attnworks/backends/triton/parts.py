@@ -60,10 +60,10 @@ def tile_ranges(begin, end, first, last, low, high, TILE: tl.constexpr, LEFT: tl
 
 @triton.jit
 def listed(tile_map, b, head, tile):
-    """(full_start, full_end, start, stop): where a row's runs of full tiles and its partial tiles lie in ``tile_map``:
-    offsets and tiles of the partial ones; offsets, starts and stops of the runs; rows for each batch and head. Runs,
-    because a tile's number that must be loaded first costs the loads of the tile a stage of their pipeline."""
-    row = b * tile_map[5] + head * tile_map[6] + tile
+    """(full_start, full_end, start, stop): where the full and the partial tiles of a tile's row lie in the lists of
+    ``tile_map``: offsets and tiles of the partial ones, offsets and tiles of the full ones, rows for each batch and
+    head."""
+    row = b * tile_map[4] + head * tile_map[5] + tile
     start, stop = tl.load(tile_map[0] + row), tl.load(tile_map[0] + row + 1)
     return tl.load(tile_map[2] + row), tl.load(tile_map[2] + row + 1), start, stop
 
