@@ -118,6 +118,7 @@ CACHES = (
     decode("decode, boolean mask", mask=(BooleanRule("b11k"),)),
     decode("decode, strided", memory="gapped"),
     *(decode(f"decode, pages of {size}", page_size=size) for size in (1, 16, 17, 32)),
+    decode("decode, pages, the longest first", page_size=16, lengths=((1, 66), (1, 40))),
     decode("decode, halves, 4 queries", page_size=16, memory="halves", mask=CAUSAL, **FOUR),
     decode("decode, append", page_size=16, seq_q=2, lengths=((2, 2), (2, 66)), new_keys=2, mask=CAUSAL),
     decode("decode, bf16", dtype=BF16, page_size=16),
