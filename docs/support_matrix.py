@@ -145,8 +145,8 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         "# Support matrix",
         "",
-        "Written by `make matrix` from the backends' own verdicts: of `triton` for a GPU of compute capability 9.0 (what",
-        "others lack is in [gpu.md](gpu.md)), of the others for a CPU with the native extension built. A test",
+        "Written by `make matrix` from the backends' own verdicts: of `triton` for an NVIDIA GPU of compute capability",
+        "9.0 ([gpu.md](gpu.md)), of the others for a CPU with the native extension built. A test",
         "fails if a cell that says yes here becomes a refusal. An empty cell has no meaning in that form. A backend",
         'refuses with its reasons (listed below); `backend="auto"` then goes on to the next, and the last can do all.',
         "",
