@@ -33,7 +33,7 @@ class OnDevice:
 
     def _moved(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return _Copy.apply(value, self) if value.requires_grad else self.copy(value)
+            return _Copy.apply(value, self) if value.requires_grad else self.copy(value)  # type: ignore[no-untyped-call]
         if isinstance(value, list):
             return [self._moved(one) for one in value]
         if isinstance(value, ALiBi | Bias | Sink):
@@ -50,7 +50,7 @@ class OnDevice:
             self._storages[here.data_ptr()] = here, torch.empty_like(here, device=self.device).copy_(here)
         there = self._storages[here.data_ptr()][1].untyped_storage()
         view = torch.empty(0, dtype=tensor.dtype, device=self.device)
-        return view.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        return view.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class _Copy(torch.autograd.Function):
