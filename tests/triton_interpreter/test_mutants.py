@@ -32,18 +32,20 @@ class Mutant(NamedTuple):
 
 FORWARD, BACKWARD, PARTS = "forward.py", "backward.py", "parts.py"
 MUTANTS = {
-    "causal off by one": Mutant(PARTS, "rows[:, None] + high)", "rows[:, None] + high + 1)", ("causal",)),
-    "window off by one": Mutant(PARTS, "rows[:, None] + low)", "rows[:, None] + low + 1)", ("window",)),
-    "tail keys unmasked": Mutant(PARTS, "(keys < end)[None, :] &", "(keys >= 0)[None, :] &", ("no mask",)),
-    "acc not rescaled": Mutant(FORWARD, "v, acc * alpha[:, None],", "v, acc,", ("rising maximum",)),
-    "sum not rescaled": Mutant(FORWARD, "= running_sum * alpha +", "= running_sum +", ("rising maximum",)),
-    "scale missing": Mutant(FORWARD, "factor = scale * LOG2E if", "factor = LOG2E if", ("no mask",)),
-    "wrong KV head": Mutant(FORWARD, "head + rows * 0, head // group", "head + rows * 0, head % group", ("heads 6/2",)),
+    "causal off by one": Mutant(PARTS, "rows[:, None] + high)", "rows[:, None] + high + 1)", ("top-left",)),
+    "window off by one": Mutant(PARTS, "rows[:, None] + low)", "rows[:, None] + low + 1)", ("window to the left",)),
+    "tail keys unmasked": Mutant(PARTS, "(keys < end)[None, :] &", "(keys >= 0)[None, :] &", ("one tile and a tail",)),
+    "acc not rescaled": Mutant(FORWARD, "v, acc * alpha[:, None],", "v, acc,", ("rising maximum, few",)),
+    "sum not rescaled": Mutant(FORWARD, "= running_sum * alpha +", "= running_sum +", ("rising maximum, few",)),
+    "scale missing": Mutant(FORWARD, "factor = scale * LOG2E if", "factor = LOG2E if", ("one tile and a tail",)),
+    "wrong KV head": Mutant(
+        FORWARD, "head + rows * 0, head // group", "head + rows * 0, head % group", ("heads 6/2, few",)
+    ),
     "LSE in base 2": Mutant(
         FORWARD,
         "(running_max + tl.math.log2(running_sum)) * LN2",
         "running_max + tl.math.log2(running_sum)",
-        ("no mask",),
+        ("one tile and a tail",),
     ),
     "rows without keys NaN": Mutant(
         FORWARD,
@@ -61,14 +63,16 @@ MUTANTS = {
         FORWARD, "new_max = tl.maximum(running_max, logit)", "new_max = running_max", ("sink 100", "sink and no keys")
     ),
     "delta left out": Mutant(
-        BACKWARD, "grad = probs * (grad_probs - row_delta)", "grad = probs * grad_probs", ("causal",)
+        BACKWARD, "grad = probs * (grad_probs - row_delta)", "grad = probs * grad_probs", ("size 16",)
     ),
-    "dLSE left out": Mutant(BACKWARD, "total -= tl.load(grad_lse", "total -= 0 * tl.load(grad_lse", ("scale -0.7",)),
-    "dQ without scale": Mutant(BACKWARD, "valid, acc * scale,", "valid, acc,", ("no mask",)),
+    "dLSE left out": Mutant(
+        BACKWARD, "total -= tl.load(grad_lse", "total -= 0 * tl.load(grad_lse", ("scale -0.7, few",)
+    ),
+    "dQ without scale": Mutant(BACKWARD, "valid, acc * scale,", "valid, acc,", ("one tile and a tail",)),
     "dK of one head of the group": Mutant(
-        BACKWARD, "for member in range(group):", "for member in range(1):", ("no mask",)
+        BACKWARD, "for member in range(group):", "for member in range(1):", ("one tile and a tail",)
     ),
-    "slope left out": Mutant(BACKWARD, "grad = grad * slope.to(tl.float32)", "grad = grad * 1.0", ("softcap",)),
+    "slope left out": Mutant(BACKWARD, "grad = grad * slope.to(tl.float32)", "grad = grad * 1.0", ("softcap, few",)),
 }
 
 # What is imported anew, so that all of it sees the wrong source.
