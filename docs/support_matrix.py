@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attnworks import ALiBi, Bias, Causal, Sink, Softcap, Window, masks, scores
-from attnworks.backends import cpu
+from attnworks.backends import cpu, triton
 from attnworks.dispatch import BACKENDS
-from attnworks.hardware import Hardware
+from attnworks.hardware import Hardware, load
 from attnworks.problem import Problem
 
 DOCS = Path(__file__).parent
@@ -28,6 +29,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "paged": {"form": "decode", "layout": "bshd", "page_size": 16},
 }
 CPU = Hardware(name="any", kind="cpu", units=2)
+# Backends are asked for a CPU, but for those that run on GPUs only. A verdict is pure: no such device is needed here.
+PLACES = {triton.NAME: ("cuda:0", load("h200-sxm"))}
 
 # Everything that a row does not change.
 PLAIN = Problem(
@@ -119,10 +122,11 @@ def cells() -> Iterator[tuple[str, str, str, str, tuple[str, ...]]]:
     for group, rows in FEATURES.items():
         for feature, changes in rows.items():
             for backend in BACKENDS:
+                device, hardware = PLACES.get(backend.NAME, ("cpu", CPU))
                 for form, fields in FORMS.items():
                     if feature not in MEANINGLESS.get((group, form), ()):
-                        problem = dataclasses.replace(PLAIN, **(fields | changes))
-                        yield group, feature, backend.NAME, form, backend.verdict(problem, CPU).reasons
+                        problem = dataclasses.replace(PLAIN, device=device, **(fields | changes))
+                        yield group, feature, backend.NAME, form, backend.verdict(problem, hardware).reasons
 
 
 def matrix() -> dict[str, Any]:
@@ -141,7 +145,8 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         "# Support matrix",
         "",
-        "Written by `make matrix` from the backends' own verdicts, for a CPU with the native extension built. A test",
+        "Written by `make matrix` from the backends' own verdicts: of `triton` for an NVIDIA GPU of compute capability",
+        "9.0 ([gpu.md](gpu.md)), of the others for a CPU with the native extension built. A test",
         "fails if a cell that says yes here becomes a refusal. An empty cell has no meaning in that form. A backend",
         'refuses with its reasons (listed below); `backend="auto"` then goes on to the next, and the last can do all.',
         "",
@@ -171,6 +176,8 @@ def markdown(found: dict[str, Any]) -> str:
 def main() -> None:
     if not cpu.isas():
         raise SystemExit("the matrix is that of a machine with the native extension: run `make native` first")
+    if not find_spec("triton"):
+        raise SystemExit("the matrix is that of a machine with Triton: install requirements-dev.txt first")
     found = matrix()
     (DOCS / "support_matrix.json").write_text(json.dumps(found, indent=1) + "\n")
     (DOCS / "support_matrix.md").write_text(markdown(found))

@@ -30,7 +30,7 @@ def _wide_tiles(plan: Plan) -> Plan | None:
 
 
 def _splits(plan: Plan) -> Plan | None:
-    return Plan("triton", "split_kv", 32, 16, 16, warps=4) if plan.schedule == "q_outer" else None
+    return Plan("triton", "split_kv", 32, 16, 16, warps=4, stages=1) if plan.schedule == "q_outer" else None
 
 
 PREFERRED = BackendSubject("triton", triton)
@@ -65,13 +65,16 @@ MASKS = (
     dense("two alignments", mask=(Causal("top-left"), Window(20, 30))),
     dense("boolean mask", batch=2, mask=(BooleanRule("bhqk", empty_row=True),)),
     dense("boolean mask of few keys and causal", mask=(Causal(), BooleanRule("11qk", keep=0.05))),
-    dense("boolean mask of a batch's keys", batch=2, mask=(BooleanRule("b11k"),)),
+    dense("boolean mask of a batch's keys", batch=2, mask=(BooleanRule("b11k"),), seq_q=5),
     dense("predicate", mask=(PredicateRule(lambda b, h, q, k: (k // 16 == q // 16) | ((k < 5) & (h == 1))),)),
 )
 SCORES = (
     dense("softcap", scores=(Softcap(2.0),), mask=CAUSAL),
-    dense("alibi", batch=2, scores=(AlibiRule(True),), mask=CAUSAL),
-    *(dense(f"bias {form}", batch=2, scores=(BiasRule(form),)) for form in ("bhqk", "b1qk", "1h1k", "qk", "1hq1", "1")),
+    dense("alibi", batch=2, scores=(AlibiRule(True),), mask=CAUSAL, seq_q=5),
+    dense("bias bhqk", batch=2, scores=(BiasRule("bhqk"),)),
+    *(dense(f"bias {form}", batch=2, scores=(BiasRule(form),), seq_q=3, seq_kv=18) for form in ("b1qk", "qk", "1")),
+    dense("bias 1h1k", batch=2, scores=(BiasRule("1h1k"),), seq_q=33, seq_kv=18),  # sums over two tiles of queries
+    dense("bias 1hq1", scores=(BiasRule("1hq1"),), seq_q=3),  # and over two of keys
     dense("bias that hides", scores=(BiasRule("bhqk", hide=True),)),
     dense("bias then softcap", scores=(BiasRule("1hqk"), Softcap(2.0))),
     dense("softcap then bias, window", scores=(Softcap(2.0), BiasRule("1hqk")), mask=(Window(9, 0),)),
@@ -118,6 +121,7 @@ CACHES = (
     decode("decode, boolean mask", mask=(BooleanRule("b11k"),)),
     decode("decode, strided", memory="gapped"),
     *(decode(f"decode, pages of {size}", page_size=size) for size in (1, 16, 17, 32)),
+    decode("decode, pages, the longest first", page_size=16, lengths=((1, 66), (1, 40))),
     decode("decode, halves, 4 queries", page_size=16, memory="halves", mask=CAUSAL, **FOUR),
     decode("decode, append", page_size=16, seq_q=2, lengths=((2, 2), (2, 66)), new_keys=2, mask=CAUSAL),
     decode("decode, bf16", dtype=BF16, page_size=16),
@@ -125,9 +129,16 @@ CACHES = (
     decode("decode, fp8 e4m3", dtype=BF16, cache_dtype=torch.float8_e4m3fn, page_size=16),
     decode("decode, fp8 e5m2", dtype=BF16, cache_dtype=torch.float8_e5m2, page_size=17),
 )
-GROUPS = {"masks": MASKS, "scores": SCORES, "numbers": NUMBERS, "sizes": SIZES, "packed": PACKED, "caches": CACHES}
-CASES = tuple(case for group in GROUPS.values() for case in group)
-BY_NAME = {case.name: case for case in CASES}
+FEW: dict[str, Any] = {"seq_q": 3, "seq_kv": 18}
+MUTANTS = (  # what mutants are tried on: two tiles
+    dense("one tile and a tail", **FEW),
+    dense("softcap, few", scores=(Softcap(2.0),), **FEW),
+    dense("scale -0.7, few", scale=-0.7, lse_cotangent=True, heads_q=1, **FEW),
+    dense("heads 6/2, few", heads_q=6, **FEW | {"heads_kv": 2}),
+    dense("rising maximum, few", generator="rising maximum", gradients=False, **FEW),
+)
+CASES = (*MASKS, *SCORES, *NUMBERS, *SIZES, *PACKED, *CACHES)
+BY_NAME = {case.name: case for case in (*CASES, *MUTANTS)}
 
 # (subject, case): tiles of 16 run everything, the others what they do otherwise.
 PAIRS = (
@@ -137,4 +148,9 @@ PAIRS = (
     *((SPLITS, replace(BY_NAME[name], gradients=False))
       for name in ("no mask", "causal", "rows without keys", "window", "boolean mask", "sink", "sink 100")),
 )  # fmt: skip
-TRIED = ("causal", "varlen, causal", "decode, pages of 17", "decode, append", "gapped, bshd")
+# Of properties, each of which calls several times: one small case of each form.
+TRIED = (
+    dense("properties, dense", mask=CAUSAL, seq_q=5, seq_kv=18, heads_q=1, memory="gapped"),
+    varlen("properties, varlen", mask=CAUSAL, heads_q=1, lengths=((3, 18), (0, 2), (5, 3)), spare=2),
+    decode("properties, pages", heads_q=2, heads_kv=1, seq_kv=40, page_size=17, lengths=((1, 3), (1, 36))),
+)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from attnworks.backends import cpu
 
 DOCS = Path(__file__).parent.parent / "docs"
-pytestmark = pytest.mark.skipif(not cpu.isas(), reason="the matrix is that of a machine with the native extension")
+pytestmark = [
+    pytest.mark.skipif(not cpu.isas(), reason="the matrix is that of a machine with the native extension"),
+    pytest.mark.skipif(not find_spec("triton"), reason="the matrix is that of a machine with Triton"),
+]
 
 
 def generator():

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from attnworks.backends import triton
 from attnworks.workbench import catalogue, properties
 from attnworks.workbench.cases import Case
 from attnworks.workbench.subjects import BackendSubject, backend_subjects
 from attnworks.workbench.verify import Answers, fresh_memory_poisoned, verify_case, verify_properties
 
-SUBJECTS = backend_subjects()
+# Triton's kernels run on a CPU in the interpreter only: tests/triton_interpreter; on a GPU: tests/gpu.
+SUBJECTS = tuple(subject for subject in backend_subjects() if subject.backend is not triton)
 
 
 @pytest.fixture(autouse=True)

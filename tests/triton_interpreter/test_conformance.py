@@ -6,7 +6,6 @@ A case is skipped only by the backend's own verdict, and none of these is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from attnworks.workbench.cases import Case
 from attnworks.workbench.subjects import BackendSubject
 from attnworks.workbench.verify import Answers, fresh_memory_poisoned, verify_case, verify_properties
-from interpreter_cases import BY_NAME, PAIRS, SMALL, TRIED
+from interpreter_cases import PAIRS, SMALL, TRIED
 from interpreter_repairs import repair
 
 # Triton 3.6 also turns arrays of one element into numbers in a way that NumPy 2.4 no longer has.
@@ -37,8 +36,8 @@ def test_values(subject: BackendSubject, case: Case) -> None:
     assert [f"{r.check}: {r.status} {r.message}" for r in results if r.status != "passed"] == []
 
 
-@pytest.mark.parametrize("name", TRIED)
-def test_properties(name: str) -> None:
-    results = verify_properties(SMALL, replace(BY_NAME[name], lse_cotangent=False))
+@pytest.mark.parametrize("case", TRIED, ids=[case.name for case in TRIED])
+def test_properties(case: Case) -> None:
+    results = verify_properties(SMALL, case)
     assert results
     assert [f"{r.check}: {r.message}" for r in results if r.status == "failed"] == []

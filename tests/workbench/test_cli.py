@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -13,6 +15,8 @@ import torch
 from click.testing import CliRunner, Result
 
 import attnworks
+from attnworks import dispatch
+from attnworks.hardware import detect
 from attnworks.workbench import ceilings
 from attnworks.workbench.cli import COMMANDS, main, output
 from attnworks.workbench.providers import Provider, Sdpa
@@ -145,6 +149,53 @@ def test_devices_describe_the_machine() -> None:
     assert "textbook" in found["machine_files"]
     assert "ceilings" not in found
     assert found["cpu"]["name"] in run("devices").stdout
+
+
+class OneGpu:
+    """What PyTorch says of a machine with one GPU."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, major: int, minor: int) -> None:
+        facts = SimpleNamespace(name="a card", multi_processor_count=40, major=major, minor=minor)
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+        # Of machines at hand there is one; this one must not be remembered.
+        patch.setattr(dispatch, "detect", detect.__wrapped__)
+        patch.setattr("attnworks.hardware.detect", detect.__wrapped__)
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
+@pytest.mark.parametrize(("capability", "words"), [((7, 5), "compute capability 7.5"), ((9, 0), "runs")])
+def test_devices_and_explain_say_what_triton_does_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], words: str
+) -> None:
+    OneGpu(monkeypatch, *capability)
+    assert words in run("devices").stdout
+    (gpu,) = run_json("devices")["gpus"]
+    assert bool(gpu["triton"]) == (words != "runs")
+    found = run_json("explain", "--device", "cuda", "--dtype", "bf16")
+    assert found["problem"]["device"] == "cuda:0"
+    assert found["backend"] == ("triton" if words == "runs" else "reference")
+    verdict = next(verdict for verdict in found["verdicts"] if verdict["backend"] == "triton")
+    assert verdict["reasons"] == gpu["triton"]
+
+
+def test_devices_and_explain_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    OneGpu(monkeypatch, 9, 0)
+    monkeypatch.setattr("attnworks.backends.triton._missing", lambda: "triton is not installed")
+    assert run_json("devices")["gpus"][0]["triton"] == ["triton is not installed"]
+    found = run_json("explain", "--device", "cuda:0", "--dtype", "bf16")
+    assert found["backend"] == "reference"
+    assert any("triton is not installed" in verdict["reasons"] for verdict in found["verdicts"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_commands_without_a_gpu() -> None:
+    assert "PyTorch finds no GPU" in run("devices").stdout
+    for arguments in (("explain", "--device", "cuda"), ("verify", "--device", "cuda:3", "--quick")):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 1
+        assert "PyTorch finds no GPU here" in result.stderr
 
 
 def test_devices_measure() -> None:

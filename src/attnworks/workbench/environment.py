@@ -39,10 +39,25 @@ def machine() -> dict[str, Any]:
     }
 
 
+def place(device: str) -> str:
+    """A device with its number: "cuda" is the current GPU. Raises ``ValueError`` for one that is not here."""
+    try:
+        named = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device: was {device!r}, must be cpu, cuda or cuda:N") from None
+    if named.type == "cpu":
+        return "cpu"
+    count = torch.cuda.device_count() if named.type == "cuda" else 0
+    if named.type != "cuda" or count == 0 or (named.index or 0) >= count:
+        here = "PyTorch finds no GPU here" if count == 0 else f"there are {count} GPUs here"
+        raise ValueError(f"device: was {device!r}, must be cpu, cuda or cuda:N; {here}")
+    return f"cuda:{torch.cuda.current_device() if named.index is None else named.index}"
+
+
 @cache
 def versions() -> dict[str, str]:
     found = {"attnworks": attnworks.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    installed = {name for name in ("numpy", "openvino", "onnxruntime") if find_spec(name)}
+    installed = {name for name in ("numpy", "triton", "openvino", "onnxruntime") if find_spec(name)}
     return found | {name: metadata.version(name) for name in sorted(installed)}
 
 

@@ -20,6 +20,7 @@ from attnworks.hardware import detect
 from attnworks.masks import Causal, Window
 from attnworks.plan import Plan
 from attnworks.problem import Problem
+from attnworks.workbench.environment import place
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.transfer import OnDevice
 
@@ -216,9 +217,9 @@ def backend_subjects(*, quick: bool = False, device: str = "cpu") -> tuple[Backe
     """Every backend as it is, and under the plans that its own choice would not reach on this machine: the CPU backend
     with each other instruction set, with small tiles and with short splits; Triton's with small tiles and short splits;
     the reference's other schedules (they are slow, so not if ``quick``). ``device``: where they run; raises
-    ``ValueError`` where it is a GPU and PyTorch finds none."""
-    if torch.device(device).type == "cuda":
-        return _gpu_subjects(quick, device)
+    ``ValueError`` for one that is not here."""
+    if (there := place(device)) != "cpu":
+        return _gpu_subjects(quick, there)
     found = [BackendSubject(backend.NAME, backend, linear_memory=backend is cpu) for backend in dispatch.BACKENDS]
     found += [BackendSubject(f"cpu, {isa}", cpu, _with(isa=isa)) for isa in cpu.isas()[1:]]
     if cpu.isas():
@@ -232,13 +233,10 @@ def backend_subjects(*, quick: bool = False, device: str = "cpu") -> tuple[Backe
 
 
 def _gpu_subjects(quick: bool, device: str) -> tuple[BackendSubject, ...]:
-    if not torch.cuda.is_available():
-        raise ValueError(f"device: was {device!r}, must be 'cpu' where PyTorch finds no GPU")
-    index = torch.device(device).index
-    place = f"cuda:{torch.cuda.current_device() if index is None else index}"
-    found = [BackendSubject(backend.NAME, backend, device=place) for backend in dispatch.BACKENDS if backend is not cpu]
+    backends = [backend for backend in dispatch.BACKENDS if backend is not cpu]
+    found = [BackendSubject(backend.NAME, backend, device=device) for backend in backends]
     for name, change in () if quick else TRITON_PLANS.items():
-        found.append(BackendSubject(f"triton, {name}", triton, change, device=place))
+        found.append(BackendSubject(f"triton, {name}", triton, change, device=device))
     return tuple(found)
 
 

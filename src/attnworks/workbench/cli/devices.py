@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -9,8 +10,11 @@ import torch
 from rich.markup import escape
 
 from attnworks import hardware
+from attnworks.backends import triton
+from attnworks.hardware import Hardware
 from attnworks.workbench import ceilings, environment
 from attnworks.workbench.cli.output import UNKNOWN, in_bytes, in_rate, json_option, print_json, print_table, table
+from attnworks.workbench.providers import describe
 
 
 @click.command()
@@ -38,6 +42,7 @@ def _describe() -> dict[str, Any]:
             "torch_threads": torch.get_num_threads(),
         },
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
+        "triton": _refusals("cpu", hardware.detect("cpu")),
         "versions": environment.versions(),
         "machine_files": hardware.machines(),
     }
@@ -51,7 +56,17 @@ def _gpu(index: int) -> dict[str, Any]:
         "capability": found.capability,
         "on_chip_bytes": found.on_chip_bytes,
         "shared_cache_bytes": found.shared_cache_bytes,
+        "triton": _refusals(f"cuda:{index}", found),
     }
+
+
+def _refusals(device: str, hardware: Hardware) -> list[str]:
+    """Why the Triton backend does not run an ordinary bf16 problem on a device; nothing if it does."""
+    problem = describe(
+        form="dense", batch=1, heads_q=8, heads_kv=8, seq_q=1024, seq_kv=1024, head_dim=64, head_dim_v=64,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    return list(triton.verdict(replace(problem, device=device), hardware).reasons)
 
 
 def _measure(threads: int) -> dict[str, Any] | None:
@@ -80,6 +95,9 @@ def _print(found: dict[str, Any]) -> None:
     }
     for index, gpu in enumerate(found["gpus"]):
         rows[f"GPU {index}"] = f"{gpu['name']}, {gpu['units']} multiprocessors, compute capability {gpu['capability']}"
+        rows[f"triton on GPU {index}"] = "; ".join(gpu["triton"]) or "runs"
+    if not found["gpus"]:
+        rows["triton"] = "; ".join(["PyTorch finds no GPU", *found["triton"]])
     if "ceilings" in found:
         rows |= _ceiling_rows(found["ceilings"])
     for name, value in rows.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ from rich.markup import escape
 from attnworks import dispatch
 from attnworks.workbench.cli.output import in_bytes, json_option, print_json, print_table, table
 from attnworks.workbench.cli.problems import problem_from, problem_options
+from attnworks.workbench.environment import place
 
 DEFAULT_SEQ = 1024
 
@@ -17,11 +19,13 @@ DEFAULT_SEQ = 1024
 @click.command()
 @problem_options(heads=8, seq=DEFAULT_SEQ, head_dim=64, dtype="float32")
 @click.option("--backend", default="auto", show_default=True, help=f"auto, or one of {', '.join(dispatch.NAMES)}.")
+@click.option("--device", default="cpu", show_default=True, help="Where the tensors are: cpu, cuda or cuda:1.")
 @json_option
 @click.pass_context
-def explain(ctx: click.Context, /, backend: str, as_json: bool, **_: Any) -> None:
+def explain(ctx: click.Context, /, backend: str, device: str, as_json: bool, **_: Any) -> None:
     """The backend and plan that a problem gets here, and every reason why not the others. Runs nothing."""
-    found = dispatch.explain(problem_from(ctx, DEFAULT_SEQ), backend)
+    problem = replace(problem_from(ctx, DEFAULT_SEQ), device=place(device))
+    found = dispatch.explain(problem, backend)
     if as_json:
         print_json(found.to_json())
         return

@@ -1,0 +1,111 @@
+"""Wrong kernels: each is the package's source with one snippet replaced, and the suite's cases must reject it.
+
+A snippet that is no longer in the source, or is there more than once, fails: it says where the mutant has to go now.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from attnworks import prepared
+from attnworks.backends import triton
+from attnworks.workbench.verify import Answers, fresh_memory_poisoned, verify_case
+from interpreter_cases import BY_NAME, SMALL
+from interpreter_repairs import repair
+
+
+class Mutant(NamedTuple):
+    """``cases``: those that must reject it, one is enough."""
+
+    file: str
+    right: str
+    wrong: str
+    cases: tuple[str, ...]
+
+
+FORWARD, BACKWARD, PARTS = "forward.py", "backward.py", "parts.py"
+MUTANTS = {
+    "causal off by one": Mutant(PARTS, "rows[:, None] + high)", "rows[:, None] + high + 1)", ("top-left",)),
+    "window off by one": Mutant(PARTS, "rows[:, None] + low)", "rows[:, None] + low + 1)", ("window to the left",)),
+    "tail keys unmasked": Mutant(PARTS, "(keys < end)[None, :] &", "(keys >= 0)[None, :] &", ("one tile and a tail",)),
+    "acc not rescaled": Mutant(FORWARD, "v, acc * alpha[:, None],", "v, acc,", ("rising maximum, few",)),
+    "sum not rescaled": Mutant(FORWARD, "= running_sum * alpha +", "= running_sum +", ("rising maximum, few",)),
+    "scale missing": Mutant(FORWARD, "factor = scale * LOG2E if", "factor = LOG2E if", ("one tile and a tail",)),
+    "wrong KV head": Mutant(
+        FORWARD, "head + rows * 0, head // group", "head + rows * 0, head % group", ("heads 6/2, few",)
+    ),
+    "LSE in base 2": Mutant(
+        FORWARD,
+        "(running_max + tl.math.log2(running_sum)) * LN2",
+        "running_max + tl.math.log2(running_sum)",
+        ("one tile and a tail",),
+    ),
+    "rows without keys NaN": Mutant(
+        FORWARD,
+        'shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key',
+        "shift = new_max  # no key",
+        ("rows without keys",),
+    ),
+    "splits without weights": Mutant(
+        FORWARD, "weight = tl.math.exp2(tl.load(from_lse) * LOG2E - shift)", "weight = 1.0", ("decode",)
+    ),
+    "page table of sequence 0": Mutant(
+        FORWARD, "page_table + b.to(tl.int64) *", "page_table + 0 *", ("decode, pages, the longest first",)
+    ),
+    "sink left out of the maximum": Mutant(
+        FORWARD, "new_max = tl.maximum(running_max, logit)", "new_max = running_max", ("sink 100", "sink and no keys")
+    ),
+    "delta left out": Mutant(
+        BACKWARD, "grad = probs * (grad_probs - row_delta)", "grad = probs * grad_probs", ("size 16",)
+    ),
+    "dLSE left out": Mutant(
+        BACKWARD, "total -= tl.load(grad_lse", "total -= 0 * tl.load(grad_lse", ("scale -0.7, few",)
+    ),
+    "dQ without scale": Mutant(BACKWARD, "valid, acc * scale,", "valid, acc,", ("one tile and a tail",)),
+    "dK of one head of the group": Mutant(
+        BACKWARD, "for member in range(group):", "for member in range(1):", ("one tile and a tail",)
+    ),
+    "slope left out": Mutant(BACKWARD, "grad = grad * slope.to(tl.float32)", "grad = grad * 1.0", ("softcap, few",)),
+}
+
+# What is imported anew, so that all of it sees the wrong source.
+MODULES = ("parts", "forward", "backward", "calls", "gradients")
+
+repair()
+
+
+@pytest.fixture
+def mutated(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mutant]:
+    """The backend with one file wrong: a copy of it in a folder that the package looks into first."""
+    mutant = MUTANTS[request.param]
+    source = (Path(triton.__file__).parent / mutant.file).read_text()
+    assert source.count(mutant.right) == 1, f"{mutant.right!r} is {source.count(mutant.right)} times in {mutant.file}"
+    (tmp_path / mutant.file).write_text(source.replace(mutant.right, mutant.wrong))
+    names = [f"{triton.__name__}.{module}" for module in MODULES]
+    for name in names:
+        import_module(name)
+    prepared.CALLS.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "__path__", [str(tmp_path), *triton.__path__])
+        for name, module in zip(names, MODULES, strict=True):
+            patch.delitem(sys.modules, name)
+            patch.delattr(triton, module)
+        yield mutant
+        prepared.CALLS.clear()
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+@pytest.mark.parametrize("mutated", MUTANTS, indirect=True)
+def test_the_cases_reject(mutated: Mutant) -> None:
+    with fresh_memory_poisoned(), np.errstate(all="ignore"):
+        results = [result for name in mutated.cases for result in verify_case(SMALL, Answers(BY_NAME[name]))]
+    messages = [result.message for result in results if result.status == "failed"]
+    assert messages, "no case rejected it"
+    assert not any("raised" in message for message in messages), messages
