@@ -98,6 +98,10 @@ def resources(problem: Problem, plan: Plan) -> dict[str, int]:
 
 
 def prepare(problem: Problem, plan: Plan) -> Launcher:
+    if plan.schedule in plans.OLDER:
+        from attnworks.backends.triton import generations
+
+        return generations.prepare(problem, plan)
     from attnworks.backends.triton import calls
 
     return calls.prepare(problem, plan)
