@@ -50,7 +50,7 @@ def kv_outer(
     v_head = v + wide_b * v_strides[0] + kv_head * v_strides[1]
     q_tiles = tl.cdiv(seq_q, TILE_Q)
 
-    for tile in range(0, q_tiles):
+    for tile in range(q_tiles):
         state = tl.zeros([TILE_Q], dtype=tl.float32)
         logit = state - float("inf")
         if sink is not None:  # a key seen already, whose value is 0
@@ -63,7 +63,7 @@ def kv_outer(
 
     low, high = diagonals(seq_q, seq_kv, low_bottom, high_bottom, low_top, high_top)
     tiles = tile_map
-    for kv_tile in range(0, tl.cdiv(seq_kv, TILE_KV)):
+    for kv_tile in range(tl.cdiv(seq_kv, TILE_KV)):
         keys = kv_tile * TILE_KV + tl.arange(0, TILE_KV)
         present, wide = keys < seq_kv, keys.to(tl.int64)
         k_tile = load_tile(k_head, wide * k_strides[2], present, HEAD_DIM, BLOCK_D, True)
@@ -96,7 +96,7 @@ def kv_outer(
                 )  # fmt: skip
         tl.debug_barrier()
 
-    for tile in range(0, q_tiles):
+    for tile in range(q_tiles):
         o, m, total = restore(acc, running_max, running_sum, tile, seq_q, TILE_Q, HEAD_DIM_V, BLOCK_DV)
         rows = tile * TILE_Q + tl.arange(0, TILE_Q)
         valid, wide = rows < seq_q, rows.to(tl.int64)
@@ -115,7 +115,7 @@ def visit(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     MASKED: tl.constexpr, TAIL_KV: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One KV tile added to the state of Q tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one)."""
+    """One KV tile added to the state of Q tiles first_tile to last_tile - 1 (of the list ``tiles``, if any)."""
     for index in range(first_tile, last_tile):
         tile = index if tiles is None else tl.load(tiles + index)
         start = tile * TILE_Q
