@@ -15,7 +15,7 @@ from torch import Tensor
 
 import attnworks
 from attnworks import dispatch, scores
-from attnworks.backends import Backend, cpu, reference
+from attnworks.backends import Backend, cpu, reference, triton
 from attnworks.hardware import detect
 from attnworks.masks import Causal, Window
 from attnworks.plan import Plan
@@ -201,8 +201,8 @@ def abilities_of(subject: Subject) -> Abilities:
 
 def backend_subjects(*, quick: bool = False) -> tuple[BackendSubject, ...]:
     """Every backend as it is, and under the plans that its own choice would not reach on this machine: the CPU backend
-    with each other instruction set, with small tiles and with short splits; the reference's other schedules (they are
-    slow, so not if ``quick``)."""
+    with each other instruction set, with small tiles and with short splits; the reference's other schedules and the
+    Triton backend's older ones (they are slow, so not if ``quick``)."""
     found = [BackendSubject(backend.NAME, backend, linear_memory=backend is cpu) for backend in dispatch.BACKENDS]
     found += [BackendSubject(f"cpu, {isa}", cpu, _with(isa=isa)) for isa in cpu.isas()[1:]]
     if cpu.isas():
@@ -212,6 +212,9 @@ def backend_subjects(*, quick: bool = False) -> tuple[BackendSubject, ...]:
         tiles = {} if schedule == "standard" else {"tile_q": 40, "tile_kv": 56}
         change = _with(schedule=schedule, **tiles)
         found.append(BackendSubject(f"reference, {schedule}", reference, change, only_fp32=schedule == "standard"))
+    for schedule in () if quick else ("standard", "kv_outer"):
+        change = _with(schedule=schedule, tile_q=32, tile_kv=32, split_kv=0, stages=1)
+        found.append(BackendSubject(f"triton, {schedule}", triton, change, only_fp32=schedule == "standard"))
     return tuple(found)
 
 
