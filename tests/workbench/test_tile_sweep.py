@@ -115,6 +115,13 @@ def test_turing_gets_no_tensor_cores_and_the_command_says_so():
     assert "emitted no matrix instruction for sm_75" in found["notes"][0] or one["error"]
 
 
+def test_a_card_that_triton_does_not_compile_for_is_told_in_its_own_words():
+    found = tile_sweep.sweep(problem(), tile_sweep.candidates([64], [32], [4], [2]), hardware.load("mi50"))
+    assert [one.programs for one in found] == [None]
+    assert "gfx906" in found[0].rejected[0]
+    assert "none of 1 candidates for gfx906" in tile_sweep.statements(found, hardware.load("mi50"))[0]
+
+
 def test_plans_that_no_kernel_runs_are_refused():
     with pytest.raises(ValueError, match="plan tile_q: was 48, must be a power of two"):
         tile_sweep.sweep(problem(), tile_sweep.candidates([48], [32], [4], [2]), A100)

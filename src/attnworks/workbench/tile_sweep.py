@@ -7,6 +7,7 @@ uses no matrix instruction is rejected with the reason, and the rest are ranked 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -190,22 +191,24 @@ def _crash() -> Compiled:
 
 def _processes(count: int) -> ProcessPoolExecutor:
     # spawn: a forked child would inherit the locks of torch's threads as they happen to stand.
-    return ProcessPoolExecutor(max(count, 1), get_context("spawn"), _quieten)
-
-
-def _quieten() -> None:
-    """LLVM reports to stderr what the result says anyway, in the middle of the progress bar."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
+    return ProcessPoolExecutor(max(count, 1), get_context("spawn"))
 
 
 def _compile(target: tuple[str, int | str, int], problem: Problem, plan: Plan) -> Compiled:
+    """In a process of its own, whose stderr is taken: the compiler's words belong to the result, not into the progress
+    bar."""
     from triton.backends.compiler import GPUTarget
 
     from attnworks.backends.triton.compile import Compiled, compile_plan
 
-    try:
-        [(_, compiled)] = compile_plan(GPUTarget(*target), problem, plan)
-    except (RuntimeError, ValueError) as error:  # before compiling: a target or an option that Triton doesn't know
-        return Compiled(error=f"{type(error).__name__}: {error}")
+    with tempfile.TemporaryFile("w+") as words:
+        os.dup2(words.fileno(), 2)
+        try:
+            [(_, compiled)] = compile_plan(GPUTarget(*target), problem, plan)
+        except (RuntimeError, ValueError) as error:  # before compiling: a target or an option that Triton doesn't know
+            return Compiled(error=f"{type(error).__name__}: {error}")
+        words.seek(0)
+        said = [line.split("error: ", 1)[1] for line in words if "error: " in line]
+    if compiled.error and said:
+        compiled = replace(compiled, error=f"{compiled.error}: {said[0].strip()}")
     return replace(compiled, asm=None)
