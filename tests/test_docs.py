@@ -15,7 +15,8 @@ from attnworks.workbench.cli import main
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     *("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md"),
-    *("docs/README.md", "docs/benchmarking.md", "docs/masks.md", "docs/training.md", "docs/verify.md"),
+    *("docs/README.md", "docs/benchmarking.md", "docs/generations.md", "docs/masks.md", "docs/sweep.md"),
+    *("docs/training.md", "docs/verify.md"),
 ]
 CODE = re.compile(r"`([^`\n]+)`|```\w*\n(.*?)```", re.DOTALL)
 PATH = re.compile(r"\.?[\w][\w./-]*(/|\.(py|md|toml|txt|h|cpp|yaml|sh|json))[\w./]*")

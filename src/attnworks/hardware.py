@@ -23,7 +23,12 @@ class Hardware:
 
     ``on_chip_bytes``: the fast memory that one task's tiles live in (shared memory of a multiprocessor, L2 of a core).
     ``shared_cache_bytes``: the cache between that and the slow memory (GPU L2, CPU L3). ``units``: multiprocessors or
-    cores. ``matrix_flops``: peak by dtype name. ``sources``: where each number comes from.
+    cores. ``matrix_flops``: peak by dtype name, dense. ``sources``: where each number comes from.
+
+    Of GPUs: ``block_bytes``: the most shared memory of one thread block (a program of Triton's). ``unit_registers``:
+    32-bit registers of a multiprocessor, ``thread_registers``: the most of one thread. ``unit_warps``: warps that can
+    be resident on a multiprocessor, of ``warp_size`` threads each. ``capability``: NVIDIA's compute capability,
+    ``arch``: AMD's target ("gfx942"). ``matrix_shapes``: of its matrix instructions on 16-bit operands.
     """
 
     name: str
@@ -35,6 +40,13 @@ class Hardware:
     shared_cache_bytes: int | None = None
     isas: tuple[str, ...] = ()
     capability: str | None = None
+    arch: str | None = None
+    block_bytes: int | None = None
+    unit_registers: int | None = None
+    thread_registers: int | None = None
+    unit_warps: int | None = None
+    warp_size: int | None = None
+    matrix_shapes: tuple[str, ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
 
     def __hash__(self) -> int:
@@ -63,7 +75,8 @@ def load(name: str) -> Hardware:
         import tomli as tomllib
 
     facts: dict[str, Any] = tomllib.loads((resources.files("attnworks") / "machines" / f"{name}.toml").read_text())
-    facts["isas"] = tuple(facts.get("isas", ()))
+    for name in ("isas", "matrix_shapes"):
+        facts[name] = tuple(facts.get(name, ()))
     return Hardware(**facts)
 
 
@@ -79,6 +92,11 @@ def detect(device: str = "cpu") -> Hardware:
             on_chip_bytes=getattr(properties, "shared_memory_per_multiprocessor", None),
             shared_cache_bytes=getattr(properties, "L2_cache_size", None),
             capability=f"{properties.major}.{properties.minor}",
+            arch=getattr(properties, "gcnArchName", "").split(":")[0] or None,
+            block_bytes=getattr(properties, "shared_memory_per_block_optin", None),
+            unit_registers=getattr(properties, "regs_per_multiprocessor", None),
+            unit_warps=properties.max_threads_per_multi_processor // properties.warp_size,
+            warp_size=properties.warp_size,
             sources={"all": "CUDA device properties"},
         )
     caches = _cpu_caches()

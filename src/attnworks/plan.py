@@ -18,7 +18,8 @@ class Plan:
     """One way to run a Problem.
 
     ``schedule`` names the loop structure; each backend lists its own ("tiled" and "split_kv" on the CPU; "eager",
-    "standard", "kv_outer" and "q_outer" on the reference). ``tile_q``, ``tile_kv``: rows and keys of a tile.
+    "standard", "kv_outer" and "q_outer" on the reference; "q_outer", "split_kv", "standard" and "kv_outer" in Triton).
+    ``tile_q``, ``tile_kv``: rows and keys of a tile.
     ``split_kv``: keys of one partial result of a split-KV schedule. ``isa``: instruction set of the CPU backend.
     ``warps``, ``stages``: warps of a program and depth of its software pipeline on a GPU. 0 and "" mean that the
     schedule has no such choice.

@@ -216,8 +216,8 @@ def abilities_of(subject: Subject) -> Abilities:
 def backend_subjects(*, quick: bool = False, device: str = "cpu") -> tuple[BackendSubject, ...]:
     """Every backend as it is, and under the plans that its own choice would not reach on this machine: the CPU backend
     with each other instruction set, with small tiles and with short splits; Triton's with small tiles and short splits;
-    the reference's other schedules (they are slow, so not if ``quick``). ``device``: where they run; raises
-    ``ValueError`` for one that is not here."""
+    the reference's other schedules and Triton's older ones (they are slow, so not if ``quick``). ``device``: where they
+    run; raises ``ValueError`` for one that is not here."""
     if (there := place(device)) != "cpu":
         return _gpu_subjects(quick, there)
     found = [BackendSubject(backend.NAME, backend, linear_memory=backend is cpu) for backend in dispatch.BACKENDS]
@@ -229,6 +229,9 @@ def backend_subjects(*, quick: bool = False, device: str = "cpu") -> tuple[Backe
         tiles = {} if schedule == "standard" else {"tile_q": 40, "tile_kv": 56}
         change = _with(schedule=schedule, **tiles)
         found.append(BackendSubject(f"reference, {schedule}", reference, change, only_fp32=schedule == "standard"))
+    for schedule in () if quick else ("standard", "kv_outer"):
+        change = _with(schedule=schedule, tile_q=32, tile_kv=32, split_kv=0, stages=1)
+        found.append(BackendSubject(f"triton, {schedule}", triton, change, only_fp32=schedule == "standard"))
     return tuple(found)
 
 

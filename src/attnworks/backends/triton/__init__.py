@@ -36,6 +36,13 @@ def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def cannot_compile() -> str:
+    """Why kernels can't be compiled in this process for any card, "" if they can."""
+    if _missing():
+        return _missing()
+    return "TRITON_INTERPRET=1 makes Triton interpret kernels: run without it to compile them" if _interpreted() else ""
+
+
 def verdict(problem: Problem, hardware: Hardware) -> Verdict:
     reasons = []
     if _missing():
@@ -98,6 +105,10 @@ def resources(problem: Problem, plan: Plan) -> dict[str, int]:
 
 
 def prepare(problem: Problem, plan: Plan) -> Launcher:
+    if plan.schedule in plans.OLDER:
+        from attnworks.backends.triton import generations
+
+        return generations.prepare(problem, plan)
     from attnworks.backends.triton import calls
 
     return calls.prepare(problem, plan)

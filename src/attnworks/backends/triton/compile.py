@@ -9,14 +9,20 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
+
+from attnworks.backends.triton.launch import NOTED
+from attnworks.masks import Bounds
+from attnworks.plan import Plan
+from attnworks.problem import Operands, Problem
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,35 @@ def compile_for(target: GPUTarget, kernel: Any, arguments: dict[str, Any], **opt
         return Compiled(error=f"{type(error).__name__}: {error}".strip())
     registers, spills = _registers(made.asm.get("ptx"), target) if target.backend == "cuda" else _amd(made.asm)
     return Compiled(made.metadata.shared, registers, spills, _matrix_instructions(made.asm), asm=dict(made.asm))
+
+
+def compile_plan(target: GPUTarget, problem: Problem, plan: Plan) -> list[tuple[str, Compiled]]:
+    """Every kernel that a forward call of ``problem`` under ``plan`` launches, by name, as compiled for ``target``.
+
+    The problem's own device is not looked at. Raises ``ValueError`` for masks and scores with operands, of which a
+    Problem doesn't hold the tensors.
+    """
+    from attnworks.backends.triton import prepare
+
+    if any(term.operand for term in problem.scores) or not all(isinstance(term, Bounds) for term in problem.mask):
+        raise ValueError("problem: has masks or scores with operands, must have closed bounds and constants only")
+    meta = replace(problem, device="meta")
+    shapes = (
+        (problem.seq_q, problem.heads_q, problem.head_dim),
+        (problem.seq_kv, problem.heads_kv, problem.head_dim),
+        (problem.seq_kv, problem.heads_kv, problem.head_dim_v),
+    )
+    q, k, v = (torch.empty(problem.batch, *shape, dtype=problem.dtype, device="meta") for shape in shapes)
+    NOTED.clear()
+    prepare(meta, plan)(Operands(q, k, v))
+    noted = list(NOTED)
+    NOTED.clear()
+    found = []
+    for launch, tensors in noted:
+        names = launch.kernel.arg_names[: len(tensors)]
+        arguments = dict(zip(names, tensors, strict=True)) | launch.fixed
+        found.append((launch.kernel.__name__, compile_for(target, launch.kernel, arguments, **launch.options)))
+    return found
 
 
 def _registers(ptx: str, target: GPUTarget) -> tuple[int | None, int | None]:

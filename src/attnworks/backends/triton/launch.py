@@ -16,6 +16,10 @@ from torch import Tensor
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
+# Launches with tensors of device "meta", which have no memory: noted for ``compile.py``, which compiles them for a GPU
+# that need not be here.
+NOTED: list[tuple[Launch, tuple[Any, ...]]] = []
+
 
 class Launch:
     """One kernel with everything fixed but the tensors.
@@ -39,6 +43,9 @@ class Launch:
             self.kernel[self.grid](*varying, **self.fixed, **self.options)
             return
         device = varying[0].device.index
+        if device is None:
+            NOTED.append((self, varying))
+            return
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):  # kernels launch on the current device, whatever their tensors' is
                 self(*varying)

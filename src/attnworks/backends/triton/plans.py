@@ -13,6 +13,10 @@ from attnworks.problem import Problem
 
 NAME = "triton"
 
+# Schedules kept for comparison: standard attention and FlashAttention-1; "q_outer" is FlashAttention-2's.
+OLDER = ("standard", "kv_outer")
+SCHEDULES = ("q_outer", "split_kv", *OLDER)
+
 # Query rows for each KV head up to which reading the keys bounds the time: the heads of a group become rows of one
 # tile, and programs share the keys out among them.
 GROUPED_MAX_ROWS = 64
@@ -69,6 +73,22 @@ def register_limit(problem: Problem, plan: Plan) -> dict[str, int]:
     return {"maxnreg": 128} if narrow and plain and plan.warps == 4 and plan.tile_q * plan.tile_kv <= 64 * 64 else {}
 
 
+def generation(problem: Problem, schedule: str) -> Plan:
+    """The plan by which ``attnworks generations`` shows a schedule of ``OLDER`` or "q_outer"."""
+    if schedule == "q_outer":
+        tile_q, tile_kv, warps, stages = _tiles(problem)[0]
+        return Plan(NAME, schedule, tile_q, tile_kv, warps=warps, stages=stages)
+    if problem.dtype == torch.float32:
+        return Plan(NAME, schedule, 32, 32, warps=4, stages=1)
+    width = max(block(problem.head_dim), block(problem.head_dim_v))
+    if width > 128:
+        return Plan(NAME, schedule, 32, 32, warps=8, stages=1)
+    if schedule == "standard":
+        return Plan(NAME, schedule, 128, 64, warps=4, stages=3)
+    # The larger the KV tile, the fewer the passes over O, m and l.
+    return Plan(NAME, schedule, 64, 128, warps=8, stages=2)
+
+
 def _split_plan(problem: Problem, hardware: Hardware) -> Plan:
     """A tile of all rows of a KV head, and as many keys to a program as leave the card full."""
     rows = max(problem.seq_q * problem.group, 1)
@@ -112,8 +132,8 @@ def backward_tiles(problem: Problem) -> tuple[BackwardTiles, BackwardTiles]:
 
 def check(problem: Problem, plan: Plan) -> None:
     """Raise ``ValueError`` naming the field of a caller's plan that cannot run the problem."""
-    if plan.schedule not in ("q_outer", "split_kv"):
-        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' or 'split_kv' on backend {NAME!r}")
+    if plan.schedule not in SCHEDULES:
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be one of {SCHEDULES} on backend {NAME!r}")
     if plan.isa:
         raise ValueError(f"plan isa: was {plan.isa!r}, but backend {NAME!r} has no such choice")
     for name in ("tile_q", "tile_kv"):
@@ -124,16 +144,28 @@ def check(problem: Problem, plan: Plan) -> None:
         raise ValueError(f"plan warps: was {plan.warps}, must be 1, 2, 4, 8 or 16")
     if plan.stages < 1:
         raise ValueError(f"plan stages: was {plan.stages}, must be >= 1")
-    if plan.schedule == "q_outer":
+    if plan.schedule != "split_kv":
         if problem.form == "decode":
-            raise ValueError("plan schedule: was 'q_outer', must be 'split_kv' for a cache")
+            raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'split_kv' for a cache")
         if plan.split_kv:
-            raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule 'q_outer'")
+            raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule {plan.schedule!r}")
+        if plan.schedule in OLDER:
+            _check_older(problem, plan)
     else:
         if problem.form == "varlen":
             raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' for packed sequences")
         if plan.split_kv < 1 or plan.split_kv % plan.tile_kv:
             raise ValueError(f"plan split_kv: was {plan.split_kv}, must be a multiple of tile_kv = {plan.tile_kv}")
+
+
+def _check_older(problem: Problem, plan: Plan) -> None:
+    if problem.form == "varlen":
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' for packed sequences")
+    if problem.differentiable:
+        raise ValueError(
+            f"plan schedule: was {plan.schedule!r}, must be 'q_outer' where an input requires grad: only that has a "
+            "backward"
+        )
 
 
 def shared_bytes(problem: Problem, plan: Plan) -> int:

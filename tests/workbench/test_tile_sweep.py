@@ -1,0 +1,129 @@
+"""The sweep of tiles: what is rejected and why, and a few real compilations for cards that are not here."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from attnworks import hardware
+from attnworks.workbench import tile_sweep
+from attnworks.workbench.cli import main
+from attnworks.workbench.cli.sweep import find_machines
+from attnworks.workbench.providers import describe
+
+if not find_spec("triton") or os.environ.get("TRITON_INTERPRET", "0") == "1":
+    pytest.skip("needs Triton's compiler", allow_module_level=True)
+
+from attnworks.backends.triton.compile import Compiled
+
+A100 = hardware.load("a100-sxm-40gb")
+PLAN = tile_sweep.candidates([64], [64], [4], [2])[0]
+GOOD = Compiled(shared=49152, registers=168, spills=0, matrix_instructions=32)
+
+
+def problem(seq: int = 256, dtype: torch.dtype = torch.float16, head_dim: int = 64):
+    return describe(
+        form="dense", batch=1, heads_q=2, heads_kv=2, seq_q=seq, seq_kv=seq, head_dim=head_dim, head_dim_v=head_dim,
+        dtype=dtype,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"shared": 170000}, "170000 bytes of shared memory, the card gives a program 166912"),
+        ({"spills": 96}, "96 bytes of registers spilled to memory"),
+        ({"matrix_instructions": 0}, "no matrix instructions"),
+        ({"error": "OutOfResources: shared memory\n  at line 3\nvalue too large"}, "value too large"),
+    ],
+)
+def test_each_reason_to_reject(change, reason):
+    assert tile_sweep.judge(problem(), PLAN, GOOD, A100).rejected == ()
+    assert tile_sweep.judge(problem(), PLAN, replace(GOOD, **change), A100).rejected == (reason,)
+
+
+def test_a_program_of_too_many_registers_does_not_fit():
+    plan = replace(PLAN, warps=16)
+    found = tile_sweep.judge(problem(), plan, replace(GOOD, registers=255), A100)
+    assert found.programs == 0
+    assert found.rejected == ("255 registers a thread, the card holds not one such program",)
+
+
+def test_what_has_no_matrix_instructions_is_not_asked_for_them():
+    none = replace(GOOD, matrix_instructions=0)
+    assert tile_sweep.judge(problem(dtype=torch.float32), PLAN, none, A100).rejected == ()
+    assert tile_sweep.judge(problem(), PLAN, none, hardware.load("mi50")).rejected == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "programs"),
+    [
+        ({}, 3),  # registers: 168 x 32 a warp, 3 warps in each quarter of 16384; shared memory alone: 3 of 164 KiB
+        ({"shared": 0}, 3),
+        ({"registers": 32}, 3),
+        ({"registers": 32, "shared": 0}, 16),  # 64 warps
+        ({"registers": 169}, 2),  # rounded up to 176: 2 warps in a quarter
+        ({"shared": 82 * 1024}, 1),  # 1 KiB more for each block
+    ],
+)
+def test_programs_on_a_multiprocessor(change, programs):
+    assert tile_sweep.resident(PLAN, replace(GOOD, **change), A100) == programs
+
+
+def test_a_fact_that_is_missing_is_not_guessed():
+    assert tile_sweep.resident(PLAN, GOOD, replace(A100, unit_registers=None)) is None
+
+
+def test_targets():
+    assert tile_sweep.target_of(A100) == ("cuda", 80, 32)
+    assert tile_sweep.target_of(hardware.load("rtx-5090")) == ("cuda", 120, 32)
+    assert tile_sweep.target_of(hardware.load("mi300x")) == ("hip", "gfx942", 64)
+    with pytest.raises(ValueError, match="must be a GPU whose file states its capability or arch"):
+        tile_sweep.target_of(hardware.load("textbook"))
+
+
+def test_machines_by_how_they_begin():
+    assert find_machines("t4") == ["t4"]
+    assert find_machines("a100") == ["a100-sxm-40gb", "a100-sxm-80gb"]
+    with pytest.raises(ValueError, match="--on: was 'abacus', must be, or begin, one of"):
+        find_machines("abacus")
+
+
+@pytest.mark.parametrize("card", ["a100-sxm-40gb", "h100-sxm"])
+def test_compiled_for_a_card_that_is_not_here(card):
+    plans = tile_sweep.candidates([64], [32], [4], [2])
+    [found] = tile_sweep.sweep(problem(), plans, hardware.load(card))
+    assert not found.compiled.error
+    assert found.compiled.matrix_instructions > 0 and found.compiled.spills == 0 and found.rejected == ()
+    assert 16384 <= found.compiled.shared <= 65536
+    assert 32 < found.compiled.registers <= 255 and found.programs >= 1
+
+
+def test_turing_gets_no_tensor_cores_and_the_command_says_so():
+    arguments = ["sweep", "--on", "t4", "--seq", "256", "--head-dim", "32", "--tile-q", "32", "--tile-kv", "32"]
+    ran = CliRunner().invoke(main, [*arguments, "--warps", "4", "--stages", "1", "--jobs", "1", "--json"])
+    assert ran.exit_code == 0, ran.output
+    found = json.loads(ran.stdout)
+    [one] = found["candidates"]
+    assert one["error"] or one["matrix_instructions"] == 0
+    assert "emitted no matrix instruction for sm_75" in found["notes"][0] or one["error"]
+
+
+def test_a_card_that_triton_does_not_compile_for_is_told_in_its_own_words():
+    found = tile_sweep.sweep(problem(), tile_sweep.candidates([64], [32], [4], [2]), hardware.load("mi50"))
+    assert [one.programs for one in found] == [None]
+    assert "gfx906" in found[0].rejected[0]
+    assert "none of 1 candidates for gfx906" in tile_sweep.statements(found, hardware.load("mi50"))[0]
+
+
+def test_plans_that_no_kernel_runs_are_refused():
+    with pytest.raises(ValueError, match="plan tile_q: was 48, must be a power of two"):
+        tile_sweep.sweep(problem(), tile_sweep.candidates([48], [32], [4], [2]), A100)
+    with pytest.raises(ValueError, match="plans: were none"):
+        tile_sweep.sweep(problem(), [], A100)
