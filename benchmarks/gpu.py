@@ -6,8 +6,8 @@
 
 bf16, 16k tokens, heads · head_dim = 2048. Every round runs every competitor once, in an order drawn anew, the L2
 flushed before each; device time, of replays of a CUDA graph (backward: of launches enqueued while the device
-sleeps), so that no competitor waits for its host. FlexAttention is
-compiled with max-autotune for each shape. Nobody is timed whose result is wrong.
+sleeps), so that no competitor waits for its host. FlexAttention is compiled with max-autotune for each shape.
+Nobody is timed whose result is wrong.
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ def abilities_of(subject: Subject) -> Abilities:
 def backend_subjects(*, quick: bool = False, device: str = "cpu") -> tuple[BackendSubject, ...]:
     """Every backend as it is, and under the plans that its own choice would not reach on this machine: the CPU backend
     with each other instruction set, with small tiles and with short splits; on a GPU Triton's with small tiles, short
-    splits and its older schedules; the reference's other schedules (they are slow, so not if ``quick``). ``device``: where they
-    run; raises ``ValueError`` for one that is not here."""
+    splits and its older schedules; the reference's other schedules (they are slow, so not if ``quick``). ``device``:
+    where they run; raises ``ValueError`` for one that is not here."""
     if (there := place(device)) != "cpu":
         return _gpu_subjects(quick, there)
     found = [BackendSubject(backend.NAME, backend, linear_memory=backend is cpu) for backend in dispatch.BACKENDS]
