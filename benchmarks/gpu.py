@@ -335,7 +335,10 @@ def main() -> None:
     }
     found: list[Row] = []
     for name in chosen.section:
-        rows = list(sections[name]())
+        rows = []
+        for row in sections[name]():
+            rows.append(row)
+            print(f"{row.section}: {row.problem}: {row.against} {row.value}; {row.detail}", file=sys.stderr, flush=True)
         found += rows
         if not chosen.json:
             print_section(rows)
