@@ -1,4 +1,4 @@
-"""Starts the tests of tests/triton_interpreter in a process whose kernels Triton interprets on the CPU."""
+"""Starts the tests of tests/triton_interpreter in processes whose kernels Triton interprets on the CPU."""
 
 import os
 import subprocess
@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "triton_interpreter"
+FILES = sorted(FOLDER.glob("test_*.py"))
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
-def test_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)]
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+def test_kernels_in_the_interpreter(file):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     ran = subprocess.run(
-        command, cwd=FOLDER.parent.parent, env=environment, capture_output=True, text=True, timeout=280
+        command, cwd=FOLDER.parent.parent, env=environment, capture_output=True, text=True, timeout=880
     )
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
     assert " passed" in ran.stdout
