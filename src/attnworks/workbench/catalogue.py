@@ -216,7 +216,9 @@ def _varlen_cases() -> list[Case]:
         found[0], name="varlen, strided, window, 80/72", memory="gapped", mask=(Window(9, 3),), **_dims(80, 72)
     )
     scored = replace(found[0], name="varlen, softcap, sink", scores=(Softcap(20.0), SinkRule()), mask=CAUSAL)
-    return [*found, odd, scored, replace(found[0], name="varlen alibi", scores=(AlibiRule(),))]
+    # Lengths that differ: where they are equal any origin of the distance will do.
+    alibi = replace(found[0], name="varlen alibi", scores=(AlibiRule(),), lengths=lists["unequal"])
+    return [*found, odd, scored, alibi]
 
 
 def _decode_cases() -> list[Case]:
