@@ -295,13 +295,6 @@ def test_plans_are_compared_by_a_finite_time() -> None:
 # ---- machines ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", hardware.machines())
-def test_every_number_of_a_machine_has_its_source(name: str) -> None:
-    machine = hardware.load(name)
-    numbers = ("units", "bandwidth", "on_chip_bytes", "shared_cache_bytes", "matrix_flops")
-    assert {number for number in numbers if getattr(machine, number)} == set(machine.sources)
-
-
 def test_paper_tiles_need_the_on_chip_memory() -> None:
     with pytest.raises(ValueError, match="on_chip_bytes"):
         traffic.paper_tiles(problem(), replace(TEXTBOOK, on_chip_bytes=None))

@@ -155,7 +155,10 @@ class OneGpu:
     """What PyTorch says of a machine with one GPU."""
 
     def __init__(self, patch: pytest.MonkeyPatch, major: int, minor: int) -> None:
-        facts = SimpleNamespace(name="a card", multi_processor_count=40, major=major, minor=minor)
+        facts = SimpleNamespace(
+            name="a card", multi_processor_count=40, major=major, minor=minor,
+            max_threads_per_multi_processor=2048, warp_size=32,
+        )  # fmt: skip
         patch.setattr(torch.cuda, "device_count", lambda: 1)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: facts)

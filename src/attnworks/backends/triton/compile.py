@@ -41,6 +41,8 @@ class Compiled:
 def compile_for(target: GPUTarget, kernel: Any, arguments: dict[str, Any], **options: int) -> Compiled:
     """``kernel`` as it would be compiled for ``arguments`` (tensors may be of device "meta") on ``target``."""
     backend = make_backend(target)
+    known = backend.parse_options({}).__dict__  # a limit of registers is an option of NVIDIA's alone
+    options = {name: value for name, value in options.items() if name in known}
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = bind(**arguments)
     chosen, signature, constants, attributes = kernel._pack_args(backend, dict(options), bound, specialization, options)
