@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,7 +76,7 @@ MUTANTS = {
     "slope left out": Mutant(BACKWARD, "grad = grad * slope.to(tl.float32)", "grad = grad * 1.0", ("softcap, few",)),
 }
 
-# What is imported anew, so that all of it sees the wrong source.
+# What is loaded anew, so that all of it sees the wrong source; each after those it imports.
 MODULES = ("parts", "forward", "backward", "calls", "gradients")
 
 repair()
@@ -83,9 +84,11 @@ repair()
 
 @pytest.fixture
 def mutated(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mutant]:
-    """The backend with one file wrong: a copy of it in a folder that the package looks into first."""
+    """The backend with one file wrong: its modules loaded anew, that one from a changed copy. By their files, as the
+    finder of an editable install knows only the package's own."""
     mutant = MUTANTS[request.param]
-    source = (Path(triton.__file__).parent / mutant.file).read_text()
+    folder = Path(triton.__file__).parent
+    source = (folder / mutant.file).read_text()
     assert source.count(mutant.right) == 1, f"{mutant.right!r} is {source.count(mutant.right)} times in {mutant.file}"
     (tmp_path / mutant.file).write_text(source.replace(mutant.right, mutant.wrong))
     names = [f"{triton.__name__}.{module}" for module in MODULES]
@@ -93,10 +96,14 @@ def mutated(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mutant]:
         import_module(name)
     prepared.CALLS.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton, "__path__", [str(tmp_path), *triton.__path__])
         for name, module in zip(names, MODULES, strict=True):
-            patch.delitem(sys.modules, name)
-            patch.delattr(triton, module)
+            changed = tmp_path / f"{module}.py"
+            spec = spec_from_file_location(name, changed if changed.exists() else folder / changed.name)
+            assert spec and spec.loader
+            loaded = module_from_spec(spec)
+            patch.setitem(sys.modules, name, loaded)
+            patch.setattr(triton, module, loaded)
+            spec.loader.exec_module(loaded)
         yield mutant
         prepared.CALLS.clear()
 
