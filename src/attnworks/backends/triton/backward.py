@@ -21,12 +21,13 @@ from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
     inside,
-    listed,
     load_tile,
     offsets_of,
+    run_of,
     sequence,
     store_tile,
     tile_ranges,
+    visited_tiles,
 )
 
 
@@ -122,27 +123,17 @@ def grad_kv(
     low, high = diagonals(rows_q, keys_kv, low_bottom, high_bottom, low_top, high_top)
     # Query i sees key j if i + low <= j <= i + high: seen from the key, j - high <= i <= j - low.
     last_key = tl.minimum(kv_tile * TILE_KV + TILE_KV, keys_kv) - 1
-    start, full_start, full_end, stop = tile_ranges(
-        0, rows_q, kv_tile * TILE_KV, last_key, -high, -low, TILE_Q, RIGHT, LEFT
-    )
     for member in range(group):
         head = kv_head * group + member
         wide_head = head.to(tl.int64)
-        if MASK is not None:
-            full_start, full_end = start, start
-            if tile_map is not None:
-                full_start, full_end, start, stop = listed(tile_map, b, head, kv_tile)
+        start, full_start, full_end, stop = visited_tiles(
+            0, rows_q, kv_tile * TILE_KV, last_key, -high, -low, tile_map, b, head, kv_tile, TILE_Q, RIGHT, LEFT, MASK
+        )
         for run in tl.static_range(3):
-            if run == 0:
-                run_start, run_stop = start, full_start
-            elif run == 1:
-                run_start, run_stop = full_start, full_end
-            else:
-                run_start, run_stop = full_end, stop
+            run_start, run_stop = run_of(run, start, full_start, full_end, stop, tile_map is not None)
             tiles = None
             if tile_map is not None:
                 tiles = tile_map[3] if run == 1 else tile_map[1]
-                run_start = start if run == 2 else run_start
             if run == 1 or (run == 0 and RIGHT and MASK is None) or (run == 2 and (LEFT or TAIL or MASK is not None)):
                 acc_k, acc_v = gather_queries(
                     acc_k, acc_v, k_tile, v_tile, q + q_start + wide_head * q_strides[1],
@@ -255,24 +246,14 @@ def grad_q(
     acc = tl.zeros([TILE_Q, BLOCK_D], dtype=tl.float32)
     low, high = diagonals(rows_q, keys_kv, low_bottom, high_bottom, low_top, high_top)
     last = tl.minimum(row_tile * TILE_Q + TILE_Q, rows_q) - 1
-    start, full_start, full_end, stop = tile_ranges(
-        0, keys_kv, row_tile * TILE_Q, last, low, high, TILE_KV, LEFT, RIGHT
+    start, full_start, full_end, stop = visited_tiles(
+        0, keys_kv, row_tile * TILE_Q, last, low, high, tile_map, b, head, row_tile, TILE_KV, LEFT, RIGHT, MASK
     )
-    tiles = tile_map
-    if MASK is not None:
-        full_start, full_end = start, start
-        if tile_map is not None:
-            full_start, full_end, start, stop = listed(tile_map, b, head, row_tile)
     for run in tl.static_range(3):
-        if run == 0:
-            run_start, run_stop = start, full_start
-        elif run == 1:
-            run_start, run_stop = full_start, full_end
-        else:
-            run_start, run_stop = full_end, stop
+        run_start, run_stop = run_of(run, start, full_start, full_end, stop, tile_map is not None)
+        tiles = None
         if tile_map is not None:
             tiles = tile_map[3] if run == 1 else tile_map[1]
-            run_start = start if run == 2 else run_start
         if run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
             acc = gather_keys(
                 acc, q_tile, d_tile, row_lse, row_delta, k + k_start + kv_head * k_strides[1],

@@ -18,12 +18,12 @@ from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
     inside,
-    listed,
     load_tile,
     offsets_of,
+    run_of,
     sequence,
     store_tile,
-    tile_ranges,
+    visited_tiles,
 )
 
 
@@ -95,25 +95,15 @@ def forward(
     acc = tl.zeros([TILE_Q, BLOCK_DV], dtype=tl.float32)
     running_sum = tl.zeros([TILE_Q], dtype=tl.float32)
     running_max = tl.full([TILE_Q], -float("inf"), dtype=tl.float32)
-    start, full_start, full_end, stop = tile_ranges(
-        begin, end, first_position, last_position, low, high, TILE_KV, LEFT, RIGHT
+    start, full_start, full_end, stop = visited_tiles(
+        begin, end, first_position, last_position, low, high, tile_map, b, head, row_tile, TILE_KV, LEFT, RIGHT, MASK
     )
-    tiles = tile_map
-    if MASK is not None:  # what the bounds leave is a matter of the mask: as its tile map says, or all of it in part
-        full_start, full_end = start, start
-        if tile_map is not None:
-            full_start, full_end, start, stop = listed(tile_map, b, head, row_tile)
     # Three runs over tiles: seen in part at the window's left edge, seen whole, seen in part at the right edge.
     for run in tl.static_range(3):
-        if run == 0:
-            run_start, run_stop = start, full_start
-        elif run == 1:
-            run_start, run_stop = full_start, full_end
-        else:
-            run_start, run_stop = full_end, stop
+        run_start, run_stop = run_of(run, start, full_start, full_end, stop, tile_map is not None)
+        tiles = None
         if tile_map is not None:
             tiles = tile_map[3] if run == 1 else tile_map[1]
-            run_start = start if run == 2 else run_start
         if run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
             acc, running_sum, running_max = attend(
                 acc, running_sum, running_max, q_tile, k_head, v_head, table, tiles, run_start, run_stop,

@@ -19,11 +19,11 @@ from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
     inside,
-    listed,
     load_tile,
     offsets_of,
+    run_of,
     store_tile,
-    tile_ranges,
+    visited_tiles,
 )
 
 
@@ -62,7 +62,6 @@ def kv_outer(
     tl.debug_barrier()
 
     low, high = diagonals(seq_q, seq_kv, low_bottom, high_bottom, low_top, high_top)
-    tiles = tile_map
     for kv_tile in range(tl.cdiv(seq_kv, TILE_KV)):
         keys = kv_tile * TILE_KV + tl.arange(0, TILE_KV)
         present, wide = keys < seq_kv, keys.to(tl.int64)
@@ -70,23 +69,14 @@ def kv_outer(
         v_tile = load_tile(v_head, wide * v_strides[2], present, HEAD_DIM_V, BLOCK_DV, True)
         # Query i sees key j if i + low <= j <= i + high: seen from the key, j - high <= i <= j - low.
         last_key = tl.minimum(kv_tile * TILE_KV + TILE_KV, seq_kv) - 1
-        start, full_start, full_end, stop = tile_ranges(
-            0, seq_q, kv_tile * TILE_KV, last_key, -high, -low, TILE_Q, RIGHT, LEFT
+        start, full_start, full_end, stop = visited_tiles(
+            0, seq_q, kv_tile * TILE_KV, last_key, -high, -low, tile_map, b, head, kv_tile, TILE_Q, RIGHT, LEFT, MASK
         )
-        if MASK is not None:
-            full_start, full_end = start, start
-            if tile_map is not None:
-                full_start, full_end, start, stop = listed(tile_map, b, head, kv_tile)
         for run in tl.static_range(3):
-            if run == 0:
-                run_start, run_stop = start, full_start
-            elif run == 1:
-                run_start, run_stop = full_start, full_end
-            else:
-                run_start, run_stop = full_end, stop
+            run_start, run_stop = run_of(run, start, full_start, full_end, stop, tile_map is not None)
+            tiles = None
             if tile_map is not None:
                 tiles = tile_map[3] if run == 1 else tile_map[1]
-                run_start = start if run == 2 else run_start
             if run == 1 or (run == 0 and RIGHT and MASK is None) or (run == 2 and (LEFT or TAIL_Q or MASK is not None)):
                 visit(
                     q_head, k_tile, v_tile, acc, running_max, running_sum, tiles, run_start, run_stop,

@@ -69,6 +69,36 @@ def listed(tile_map, b, head, tile):
 
 
 @triton.jit
+def visited_tiles(
+    begin, end, first, last, low, high, tile_map, b, head, tile,
+    TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """``tile_ranges``, or where there is a MASK what it leaves of them: as its tile map says, the full tiles' and the
+    partial tiles' places in the map's lists; without a map all of it in part."""
+    start, full_start, full_end, stop = tile_ranges(begin, end, first, last, low, high, TILE, LEFT, RIGHT)
+    if MASK is not None:
+        full_start, full_end = start, start
+        if tile_map is not None:
+            full_start, full_end, start, stop = listed(tile_map, b, head, tile)
+    return start, full_start, full_end, stop
+
+
+@triton.jit
+def run_of(run: tl.constexpr, start, full_start, full_end, stop, MAPPED: tl.constexpr):
+    """(first, last) of one of the three runs over what ``visited_tiles`` gave: 0 the tiles seen in part at the left
+    edge, 1 those seen whole, 2 those in part at the right edge. With a tile map runs 1 and 2 go through its lists."""
+    if run == 1:
+        first, last = full_start, full_end
+    elif run == 0:
+        first, last = start, full_start
+    elif MAPPED:
+        first, last = start, stop
+    else:
+        first, last = full_end, stop
+    return first, last
+
+
+@triton.jit
 def offsets_of(rows, stride, WIDE: tl.constexpr):
     """Element offsets of ``rows``; 64-bit where the rows of one tile lie 2**31 elements apart."""
     return rows.to(tl.int64) * stride if WIDE else rows * stride
