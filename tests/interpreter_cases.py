@@ -63,6 +63,7 @@ MASKS = (
     dense("window to the left", mask=(Window(3, 0),)),
     dense("window without a left end", mask=(Window(None, 2),)),
     dense("two alignments", mask=(Causal("top-left"), Window(20, 30))),
+    dense("two alignments, nothing to the left", mask=(Window(0, None, "top-left"), Window(0, None))),
     dense("boolean mask", batch=2, mask=(BooleanRule("bhqk", empty_row=True),)),
     dense("boolean mask of few keys and causal", mask=(Causal(), BooleanRule("11qk", keep=0.05))),
     dense("boolean mask of a batch's keys", batch=2, mask=(BooleanRule("b11k"),), seq_q=5),

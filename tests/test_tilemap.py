@@ -110,7 +110,7 @@ def test_an_expanded_batch_is_one():
 def test_blocks_are_bounded_and_bounds_leave_hidden_tiles_out():
     """A window over 32k keys: 256 rows of tiles, of which each evaluates its own few and no block exceeds the bound."""
     spec, _ = masks.split(Window(100, 0))
-    sizes = tilemap._Sizes(1, 1, 2**15, 2**15, 128, 128)
+    sizes = tilemap.Sizes(1, 1, 2**15, 2**15, 128, 128)
     blocks = [(len(units), len(tiles)) for units, tiles in tilemap._blocks(spec, sizes)]
     assert len(blocks) == 256
     assert max(tiles for _, tiles in blocks) <= 2

@@ -3,17 +3,19 @@ here, so that an eager and a traced call are checked and chosen alike."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from attnworks import cache, masks, prepared, problem, scores
 from attnworks.backends import Launcher
 from attnworks.cache import Rotary
-from attnworks.masks import UserMask
+from attnworks.masks import MaskSpec, UserMask
 from attnworks.plan import Plan
 from attnworks.prepared import Watchers, watched
-from attnworks.problem import Operands, Problem, last_contiguous, packed_strides, strides_of
-from attnworks.scores import UserScore
+from attnworks.problem import Operands, Problem, Sizes, last_contiguous, packed_strides, strides_of
+from attnworks.scores import ScoreSpec, UserScore
 
 Call = tuple[Launcher, Operands]
 
@@ -59,29 +61,50 @@ def dense_problem(
     problem.check_tensors(q=q, k=k, v=v)
     problem.check_flags(return_lse=return_lse, deterministic=deterministic, batch_invariant=batch_invariant)
     sizes = problem.dense_sizes(q, k, v, layout)
-    mask_spec, mask_operands = masks.split(mask)
-    score_spec, score_operands = scores.split(user_scores)
-    problem.check_mask_operands(mask_spec, mask_operands, sizes, q)
-    problem.check_score_operands(score_spec, score_operands, sizes, q)
+    flags = {"return_lse": return_lse, "deterministic": deterministic, "batch_invariant": batch_invariant}
+    return _problem(
+        sizes,
+        q,
+        masks.split(mask),
+        scores.split(user_scores),
+        scale,
+        watchers,
+        form="dense",
+        q_strides=strides_of(q, layout),
+        k_strides=strides_of(k, layout),
+        v_strides=strides_of(v, layout),
+        layout="bhsd" if layout == "bhsd" else "bshd",
+        **flags,
+    )
+
+
+def _problem(
+    sizes: Sizes,
+    q: Tensor,
+    mask: tuple[MaskSpec, tuple[Tensor, ...]],
+    modifiers: tuple[ScoreSpec, tuple[Tensor, ...]],
+    scale: float | None,
+    watchers: Watchers,
+    *,
+    deterministic: bool,
+    **fields: Any,
+) -> Problem:
+    """The Problem of a call of any form; masks' and scores' operands checked against its sizes."""
+    problem.check_mask_operands(*mask, sizes, q)
+    problem.check_score_operands(*modifiers, sizes, q)
     differentiable, transformed, traced, repeatable = watchers
     return Problem(
-        form="dense",
         **sizes._asdict(),
         dtype=q.dtype,
         device=str(q.device),
         scale=problem.check_scale(scale, sizes.head_dim),
-        q_strides=strides_of(q, layout),
-        k_strides=strides_of(k, layout),
-        v_strides=strides_of(v, layout),
-        mask=mask_spec,
-        scores=score_spec,
-        layout="bhsd" if layout == "bhsd" else "bshd",
-        return_lse=return_lse,
+        mask=mask[0],
+        scores=modifiers[0],
         differentiable=differentiable,
         transformed=transformed,
         traced=traced,
         deterministic=deterministic or repeatable,
-        batch_invariant=batch_invariant,
+        **fields,
     )
 
 
@@ -167,27 +190,21 @@ def varlen(
             validate=validate, return_lse=return_lse, deterministic=deterministic, batch_invariant=batch_invariant
         )
         sizes = problem.varlen_sizes(q, k, v, offsets_q, offsets_kv, seq_q, seq_kv)
-        problem.check_mask_operands(mask_spec, mask_operands, sizes, q)
-        problem.check_score_operands(score_spec, score_operands, sizes, q)
-        differentiable, transformed, traced, repeatable = watchers
-        described = Problem(
+        described = _problem(
+            sizes,
+            q,
+            (mask_spec, mask_operands),
+            (score_spec, score_operands),
+            scale,
+            watchers,
             form="varlen",
-            **sizes._asdict(),
-            dtype=q.dtype,
-            device=str(q.device),
-            scale=problem.check_scale(scale, sizes.head_dim),
             q_strides=packed_strides(q),
             k_strides=packed_strides(k),
             v_strides=packed_strides(v),
-            mask=mask_spec,
-            scores=score_spec,
             total_q=q.shape[0],
             total_kv=k.shape[0],
             return_lse=return_lse,
-            differentiable=differentiable,
-            transformed=transformed,
-            traced=traced,
-            deterministic=deterministic or repeatable,
+            deterministic=deterministic,
             batch_invariant=batch_invariant,
         )
         launch = prepared.prepare(key, described, backend, plan)
@@ -238,28 +255,22 @@ def decode(
         cache.check_lengths_and_table(kv_lens, page_table, sizes.batch, q)
         kv_dtype = cache.check_cache_dtypes(q, k_cache, v_cache, k_scale, v_scale)
         cache.check_new_keys(q, k_cache, v_cache, k_new, v_new, sizes)
-        problem.check_mask_operands(mask_spec, mask_operands, sizes, q)
-        problem.check_score_operands(score_spec, score_operands, sizes, q)
-        differentiable, transformed, traced, repeatable = watchers
-        described = Problem(
+        described = _problem(
+            sizes,
+            q,
+            (mask_spec, mask_operands),
+            (score_spec, score_operands),
+            scale,
+            watchers,
             form="decode",
-            **sizes._asdict(),
-            dtype=q.dtype,
-            device=str(q.device),
-            scale=problem.check_scale(scale, sizes.head_dim),
             q_strides=strides_of(q, "bshd"),
             k_strides=strides_of(last_contiguous(k_cache), "bshd"),
             v_strides=strides_of(last_contiguous(v_cache), "bshd"),
-            mask=mask_spec,
-            scores=score_spec,
             layout="bshd",
             kv_dtype=kv_dtype,
             page_size=page_size,
             return_lse=return_lse,
-            differentiable=differentiable,
-            transformed=transformed,
-            traced=traced,
-            deterministic=repeatable,
+            deterministic=False,
             batch_invariant=batch_invariant,
         )
         launch = prepared.prepare(key, described, backend, plan)

@@ -110,6 +110,21 @@ class Problem:
         kv = rows_kv * self.heads_kv * (self.head_dim + self.head_dim_v) * kv_size
         return q_and_out + kv + (4 * rows_q * self.heads_q if self.return_lse else 0)
 
+    def result_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of out and lse."""
+        if self.form == "varlen":
+            return (self.total_q, self.heads_q, self.head_dim_v), (self.heads_q, self.total_q)
+        middle = (self.heads_q, self.seq_q) if self.layout == "bhsd" else (self.seq_q, self.heads_q)
+        return (self.batch, *middle, self.head_dim_v), (self.batch, self.heads_q, self.seq_q)
+
+    def result_strides(self) -> tuple[Strides, Strides]:
+        """(batch, head, row) strides of out and lse, both contiguous."""
+        d = self.head_dim_v
+        if self.form == "varlen":
+            return (0, d, self.heads_q * d), (0, self.total_q, 1)
+        heads_rows = (self.seq_q * d, d) if self.layout == "bhsd" else (d, self.heads_q * d)
+        return (self.heads_q * self.seq_q * d, *heads_rows), (self.heads_q * self.seq_q, self.seq_q, 1)
+
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict for records and reports; masks and scores in words."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("mask", "scores")}

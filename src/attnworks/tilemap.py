@@ -36,13 +36,8 @@ class TileLists:
 
 
 @dataclass(frozen=True)
-class TileMap:
-    """Which tiles of (tile_q, tile_kv) are shown in part or in full; all others are hidden.
-
-    Row ``(b · heads + h) · tiles_q + t`` of ``partial`` and ``full`` lists the KV tiles of query tile t; ``batch`` and
-    ``heads`` are 1 where the mask does not depend on them (use b = 0, h = 0). A tile that reaches past ``seq_q`` or
-    ``seq_kv`` is never full. ``visible_pairs`` counts query-key pairs over ``batch`` and ``heads``.
-    """
+class Sizes:
+    """Of a map: heads and lengths, and how many tiles cover them."""
 
     batch: int
     heads: int
@@ -50,9 +45,6 @@ class TileMap:
     seq_kv: int
     tile_q: int
     tile_kv: int
-    partial: TileLists
-    full: TileLists
-    visible_pairs: int
 
     @property
     def tiles_q(self) -> int:
@@ -61,6 +53,20 @@ class TileMap:
     @property
     def tiles_kv(self) -> int:
         return -(-self.seq_kv // self.tile_kv)
+
+
+@dataclass(frozen=True)
+class TileMap(Sizes):
+    """Which tiles of (tile_q, tile_kv) are shown in part or in full; all others are hidden.
+
+    Row ``(b · heads + h) · tiles_q + t`` of ``partial`` and ``full`` lists the KV tiles of query tile t; ``batch`` and
+    ``heads`` are 1 where the mask does not depend on them (use b = 0, h = 0). A tile that reaches past ``seq_q`` or
+    ``seq_kv`` is never full. ``visible_pairs`` counts query-key pairs over ``batch`` and ``heads``.
+    """
+
+    partial: TileLists
+    full: TileLists
+    visible_pairs: int
 
     @property
     def partial_tiles(self) -> int:
@@ -120,7 +126,7 @@ def build(
             raise ValueError(f"mask: predicate {term.name} has no tile map, as it was not traced: {term.why_not}")
     device = torch.device(device)
     batch, heads = _depends(spec, operands, batch, heads)
-    sizes = _Sizes(batch, heads, seq_q, seq_kv, tile_q, tile_kv)
+    sizes = Sizes(batch, heads, seq_q, seq_kv, tile_q, tile_kv)
     states = torch.zeros(batch * heads * sizes.tiles_q, sizes.tiles_kv, dtype=torch.uint8, device=device)
     pairs = torch.zeros((), dtype=torch.int64, device=device)
     for units, tiles in _blocks(spec, sizes):
@@ -137,24 +143,6 @@ def build(
 _PARTIAL, _FULL = 1, 2  # states of a tile; 0 is hidden
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    batch: int
-    heads: int
-    seq_q: int
-    seq_kv: int
-    tile_q: int
-    tile_kv: int
-
-    @property
-    def tiles_q(self) -> int:
-        return -(-self.seq_q // self.tile_q)
-
-    @property
-    def tiles_kv(self) -> int:
-        return -(-self.seq_kv // self.tile_kv)
-
-
 def _depends(spec: MaskSpec, operands: tuple[Tensor, ...], batch: int, heads: int) -> tuple[int, int]:
     """batch and heads, 1 where no term depends on them."""
     on_batch = on_heads = False
@@ -169,7 +157,7 @@ def _depends(spec: MaskSpec, operands: tuple[Tensor, ...], batch: int, heads: in
     return batch if on_batch else min(batch, 1), heads if on_heads else min(heads, 1)
 
 
-def _blocks(spec: MaskSpec, sizes: _Sizes) -> Iterator[tuple[range, range]]:
+def _blocks(spec: MaskSpec, sizes: Sizes) -> Iterator[tuple[range, range]]:
     """Units (query tiles of all batches and heads, numbered as a map's rows) and KV tiles whose pairs make a block.
 
     KV tiles that the bounds hide from all of a block are left out.
@@ -185,7 +173,7 @@ def _blocks(spec: MaskSpec, sizes: _Sizes) -> Iterator[tuple[range, range]]:
             yield range(first, last), range(tile, min(tile + tiles_each, stop))
 
 
-def _tiles_within_bounds(spec: MaskSpec, sizes: _Sizes, first: int, last: int) -> tuple[int, int]:
+def _tiles_within_bounds(spec: MaskSpec, sizes: Sizes, first: int, last: int) -> tuple[int, int]:
     """The KV tiles that closed bounds may show to the units first..last - 1."""
     low_q, high_q = 0, sizes.seq_q - 1
     if first // sizes.tiles_q == (last - 1) // sizes.tiles_q:  # all of one head
@@ -200,11 +188,11 @@ def _tiles_within_bounds(spec: MaskSpec, sizes: _Sizes, first: int, last: int) -
     return start // sizes.tile_kv, -(-stop // sizes.tile_kv)
 
 
-def _shift(term: Bounds, sizes: _Sizes) -> int:
+def _shift(term: Bounds, sizes: Sizes) -> int:
     return sizes.seq_kv - sizes.seq_q if term.align == "bottom-right" else 0
 
 
-def _count(spec: MaskSpec, operands: tuple[Tensor, ...], sizes: _Sizes, units: Tensor, tiles: Tensor) -> Tensor:
+def _count(spec: MaskSpec, operands: tuple[Tensor, ...], sizes: Sizes, units: Tensor, tiles: Tensor) -> Tensor:
     """Visible pairs of each unit and tile, int64 (units, tiles)."""
     head = units // sizes.tiles_q
     row = torch.arange(sizes.tile_q, device=units.device)

@@ -166,7 +166,7 @@ def _kernel(problem: Problem, plan: Plan) -> Any:
     p = problem
     left = masks.UNLIMITED if bounds.left is None else min(bounds.left, masks.UNLIMITED)
     right = masks.UNLIMITED if bounds.right is None else min(bounds.right, masks.UNLIMITED)
-    out_strides, lse_strides = _result_strides(p)
+    out_strides, lse_strides = p.result_strides()
     strides = (p.q_strides, p.k_strides, p.v_strides, out_strides, lse_strides)
     isa, dtype = plan.isa or isas()[0], DTYPES[p.dtype]
     mask = (left, right, bounds.align == "top-left")
@@ -181,26 +181,9 @@ def _kernel(problem: Problem, plan: Plan) -> Any:
     # fmt: on
 
 
-def _result_shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of out and lse, both allocated contiguous."""
-    if p.form == "varlen":
-        return (p.total_q, p.heads_q, p.head_dim_v), (p.heads_q, p.total_q)
-    middle = (p.heads_q, p.seq_q) if p.layout == "bhsd" else (p.seq_q, p.heads_q)
-    return (p.batch, *middle, p.head_dim_v), (p.batch, p.heads_q, p.seq_q)
-
-
-def _result_strides(p: Problem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """(batch, head, row) strides of out and lse."""
-    d = p.head_dim_v
-    if p.form == "varlen":
-        return (0, d, p.heads_q * d), (0, p.total_q, 1)
-    heads_rows = (p.seq_q * d, d) if p.layout == "bhsd" else (d, p.heads_q * d)
-    return (p.heads_q * p.seq_q * d, *heads_rows), (p.heads_q * p.seq_q, p.seq_q, 1)
-
-
 def _empty_launcher(problem: Problem) -> Launcher:
     """Without heads there is nothing to compute; the native kernels divide by heads_kv."""
-    out_shape, lse_shape = _result_shapes(problem)
+    out_shape, lse_shape = problem.result_shapes()
 
     def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
         lse = torch.empty(lse_shape, dtype=torch.float32, device="cpu") if problem.return_lse else None
@@ -210,7 +193,7 @@ def _empty_launcher(problem: Problem) -> Launcher:
 
 
 def _dense_launcher(problem: Problem, kernel: Any) -> Launcher:
-    out_shape, lse_shape = _result_shapes(problem)
+    out_shape, lse_shape = problem.result_shapes()
     dtype, return_lse, empty, threads = problem.dtype, problem.return_lse, torch.empty, torch.get_num_threads
 
     def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
@@ -236,7 +219,7 @@ def _split_launcher(problem: Problem, kernel: Any) -> Launcher:
 
 
 def _decode_launcher(problem: Problem, kernel: Any) -> Launcher:
-    out_shape, lse_shape = _result_shapes(problem)
+    out_shape, lse_shape = problem.result_shapes()
 
     def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
         assert o.kv_lens is not None
@@ -254,7 +237,7 @@ def _decode_launcher(problem: Problem, kernel: Any) -> Launcher:
 
 
 def _varlen_launcher(problem: Problem, kernel: Any) -> Launcher:
-    out_shape, lse_shape = _result_shapes(problem)
+    out_shape, lse_shape = problem.result_shapes()
 
     def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
         assert o.cu_seqlens_q is not None and o.cu_seqlens_kv is not None

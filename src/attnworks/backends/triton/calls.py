@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnworks import tilemap
 from attnworks.backends import Launcher
+from attnworks.backends.triton import parts
 from attnworks.backends.triton.forward import combine, forward
 from attnworks.backends.triton.launch import Launch
 from attnworks.backends.triton.plans import block, register_limit
@@ -18,9 +19,9 @@ from attnworks.expressions.source import operand_facts
 from attnworks.masks import UNLIMITED, Bounds
 from attnworks.modifiers import mask_expression, score_expression
 from attnworks.plan import Plan
-from attnworks.problem import Operands, Problem
+from attnworks.problem import Operands, Problem, Strides
 
-FAR = 2**30
+FAR = parts.FAR.value
 
 
 class Modifiers:
@@ -68,26 +69,9 @@ def bounds(problem: Problem) -> dict[str, Any]:
                 found[f"low_{side}"] = -min(term.left, FAR)
             if term.right is not None and term.right < UNLIMITED:
                 found[f"high_{side}"] = min(term.right, FAR)
-    left = min(found["low_bottom"], found["low_top"]) < 0 and max(found["low_bottom"], found["low_top"]) > -FAR
+    left = max(found["low_bottom"], found["low_top"]) > -FAR
     right = min(found["high_bottom"], found["high_top"]) < FAR
     return found | {"LEFT": left, "RIGHT": right}
-
-
-def shapes(p: Problem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of out and lse, both contiguous."""
-    if p.form == "varlen":
-        return (p.total_q, p.heads_q, p.head_dim_v), (p.heads_q, p.total_q)
-    middle = (p.heads_q, p.seq_q) if p.layout == "bhsd" else (p.seq_q, p.heads_q)
-    return (p.batch, *middle, p.head_dim_v), (p.batch, p.heads_q, p.seq_q)
-
-
-def result_strides(p: Problem) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """(batch, head, row) strides of out and lse."""
-    d = p.head_dim_v
-    if p.form == "varlen":
-        return (0, d, p.heads_q * d), (0, p.total_q, 1)
-    heads_rows = (p.seq_q * d, d) if p.layout == "bhsd" else (d, p.heads_q * d)
-    return (p.heads_q * p.seq_q * d, *heads_rows), (p.heads_q * p.seq_q, p.seq_q, 1)
 
 
 def dims(p: Problem) -> dict[str, int]:
@@ -95,6 +79,11 @@ def dims(p: Problem) -> dict[str, int]:
         "HEAD_DIM": p.head_dim, "HEAD_DIM_V": p.head_dim_v,
         "BLOCK_D": block(p.head_dim), "BLOCK_DV": block(p.head_dim_v),
     }  # fmt: skip
+
+
+def far_apart(tile: int, *strides: Strides) -> bool:
+    """Whether the rows of one tile lie so far apart that their offsets need 64 bits."""
+    return (tile - 1) * max(row for _, _, row in strides) >= 2**31
 
 
 # Products of fp32 operands in fp32: tf32 would keep 10 bits of them. To 16-bit operands it means nothing.
@@ -111,8 +100,8 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
     if p.form == "varlen":  # one more, for rows that belong to no sequence
         row_tiles, sequences = max(row_tiles, 1), p.batch + 1
     splits = max(1, math.ceil(p.seq_kv / plan.split_kv)) if plan.split_kv else 1
-    out_shape, lse_shape = shapes(p)
-    out_strides, lse_strides = result_strides(p)
+    out_shape, lse_shape = p.result_shapes()
+    out_strides, lse_strides = p.result_strides()
     out_size, lse_size = math.prod(out_shape), math.prod(lse_shape)
     edges = bounds(p)
     folded = modifiers.score is None and p.scale > 0 and p.kv_dtype is None
@@ -124,7 +113,7 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
         "batch": p.batch, "heads": heads, "group": p.group, "seq_q": p.seq_q, "seq_kv": p.seq_kv, "total_q": p.total_q,
         "scale": p.scale, "split_kv": plan.split_kv, **edges,
         "TILE_Q": plan.tile_q, "TILE_KV": plan.tile_kv, **dims(p), "GROUPED": grouped, "PAGE": p.page_size,
-        "WIDE": (plan.tile_kv - 1) * max(abs(p.k_strides[2]), abs(p.v_strides[2])) >= 2**31,
+        "WIDE": far_apart(plan.tile_kv, p.k_strides, p.v_strides),
         "EQUAL_ROWS": p.k_strides[2] == p.v_strides[2], "TAIL": not even, "SPLITS": splits > 1, "FOLDED": folded,
         "SCORE": modifiers.score, "MASK": modifiers.mask, "PRECISION": PRECISION,
     }  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnworks.backends import Launcher
-from attnworks.backends.triton.calls import PRECISION, Modifiers, bounds, dims, map_arguments, result_strides, shapes
+from attnworks.backends.triton.calls import PRECISION, Modifiers, bounds, dims, far_apart, map_arguments
 from attnworks.backends.triton.kv_outer import kv_outer
 from attnworks.backends.triton.launch import Launch
 from attnworks.backends.triton.plans import block
@@ -26,13 +26,13 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
 
 def _prepare_kv_outer(p: Problem, plan: Plan) -> Launcher:
     modifiers = Modifiers(p)
-    out_strides, lse_strides = result_strides(p)
+    out_strides, lse_strides = p.result_strides()
     fixed = {
         "q_strides": p.q_strides, "k_strides": p.k_strides, "v_strides": p.v_strides,
         "out_strides": out_strides, "lse_strides": lse_strides,
         "heads": p.heads_q, "group": p.group, "seq_q": p.seq_q, "seq_kv": p.seq_kv, "scale": p.scale, **bounds(p),
         "TILE_Q": plan.tile_q, "TILE_KV": plan.tile_kv, **dims(p),
-        "WIDE": (plan.tile_q - 1) * abs(p.q_strides[2]) >= 2**31,
+        "WIDE": far_apart(plan.tile_q, p.q_strides),
         "TAIL_Q": p.seq_q % plan.tile_q != 0, "TAIL_KV": p.seq_kv % plan.tile_kv != 0,
         "SCORE": modifiers.score, "MASK": modifiers.mask, "PRECISION": PRECISION,
     }  # fmt: skip
@@ -57,7 +57,7 @@ def _prepare_kv_outer(p: Problem, plan: Plan) -> Launcher:
 
 def _prepare_standard(p: Problem, plan: Plan) -> Launcher:
     modifiers = Modifiers(p)
-    out_strides, lse_strides = result_strides(p)
+    out_strides, lse_strides = p.result_strides()
     units, options = p.heads_q * p.batch, {"num_warps": plan.warps, "num_stages": plan.stages}
     q_tiles, kv_tiles = math.ceil(p.seq_q / plan.tile_q), math.ceil(p.seq_kv / plan.tile_kv)
     sizes = {"heads": p.heads_q, "group": p.group, "seq_q": p.seq_q, "seq_kv": p.seq_kv}
@@ -94,7 +94,7 @@ def _prepare_standard(p: Problem, plan: Plan) -> Launcher:
 
 def _results(p: Problem) -> tuple[Tensor, Tensor | None]:
     """Memory for out and, if the problem asks for it, the LSE."""
-    out_shape, lse_shape = shapes(p)
+    out_shape, lse_shape = p.result_shapes()
     out = torch.empty(out_shape, dtype=p.dtype, device=p.device)
     return out, torch.empty(lse_shape, dtype=torch.float32, device=p.device) if p.return_lse else None
 

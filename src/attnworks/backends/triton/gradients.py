@@ -15,8 +15,8 @@ from attnworks.backends.triton.calls import (
     Modifiers,
     bounds,
     dims,
+    far_apart,
     map_arguments,
-    result_strides,
 )
 from attnworks.backends.triton.launch import Launch
 from attnworks.backends.triton.plans import BackwardTiles, backward_tiles, block
@@ -79,7 +79,7 @@ class _Backward:
         p, given = self.problem, self._strides(d_out)
         key = ("delta", given)
         if key not in self.launches:
-            out_strides, lse_strides = result_strides(p)
+            out_strides, lse_strides = p.result_strides()
             fixed = {
                 "out_strides": out_strides, "grad_strides": given, "lse_strides": lse_strides,
                 "batch": p.batch, "heads": p.heads_q, "seq_q": p.seq_q,
@@ -94,7 +94,7 @@ class _Backward:
         p = self.problem
         return {
             "q_strides": p.q_strides, "k_strides": p.k_strides, "v_strides": p.v_strides,
-            "grad_out_strides": self._strides(d_out), "lse_strides": result_strides(p)[1],
+            "grad_out_strides": self._strides(d_out), "lse_strides": p.result_strides()[1],
             "batch": p.batch, "group": p.group, "seq_q": p.seq_q, "seq_kv": p.seq_kv, "scale": p.scale, **bounds(p),
             "TILE_Q": tiles.tile_q, "TILE_KV": tiles.tile_kv, **dims(p),
             "SCORE": self.modifiers.score, "SCORE_GRAD": self.slope, "MASK": self.modifiers.mask,
@@ -109,7 +109,7 @@ class _Backward:
             row_tiles = max(math.ceil(p.seq_q / tiles.tile_q), int(packed))
             fixed = self._common(tiles, d_out) | {
                 "grad_q_strides": self._strides(d_q), "heads": p.heads_q, "total_q": p.total_q,
-                "WIDE": (tiles.tile_kv - 1) * max(p.k_strides[2], p.v_strides[2]) >= 2**31,
+                "WIDE": far_apart(tiles.tile_kv, p.k_strides, p.v_strides),
                 "TAIL": packed or p.seq_kv % tiles.tile_kv != 0,
             }  # fmt: skip
             grid = row_tiles * p.heads_q * (p.batch + packed)
@@ -131,7 +131,7 @@ class _Backward:
             fixed = self._common(tiles, d_out) | {
                 "grad_k_strides": self._strides(d_k), "grad_v_strides": self._strides(d_v),
                 "heads_kv": p.heads_kv, "total_kv": p.total_kv,
-                "WIDE": (tiles.tile_q - 1) * max(p.q_strides[2], given[2]) >= 2**31,
+                "WIDE": far_apart(tiles.tile_q, p.q_strides, given),
                 "TAIL": packed or p.seq_q % tiles.tile_q != 0,
             }  # fmt: skip
             grid = kv_tiles * p.heads_kv * (p.batch + packed)

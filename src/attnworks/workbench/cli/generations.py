@@ -21,7 +21,7 @@ from attnworks.workbench.cli.output import (
     progress,
     table,
 )
-from attnworks.workbench.cli.problems import DTYPES
+from attnworks.workbench.cli.problems import DTYPES, Numbers
 from attnworks.workbench.cli.traffic import LABELS
 from attnworks.workbench.providers import describe
 
@@ -34,17 +34,8 @@ ON_CPU = (
 SIZE = click.IntRange(min=1)
 
 
-def _lengths(ctx: click.Context, param: click.Parameter, value: str | None) -> list[int] | None:
-    if value is None:
-        return None
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise click.BadParameter(f"{value!r} must be positive numbers between commas, e.g. 1024,4096")
-    return [int(part) for part in parts]
-
-
 @click.command()
-@click.option("--lengths", callback=_lengths, help=f"N, between commas.  [default: {GPU_LENGTHS}; CPU: {CPU_LENGTHS}]")
+@click.option("--lengths", type=Numbers(), help=f"N, between commas.  [default: {GPU_LENGTHS}; CPU: {CPU_LENGTHS}]")
 @click.option("--batch", type=SIZE, default=1, show_default=True, help="Sequences.")
 @click.option("--heads", type=SIZE, help="Query and KV heads.  [default: 16; CPU: 2]")
 @click.option("--head-dim", type=SIZE, default=64, show_default=True, help="Channels of q, k and v.")
@@ -55,7 +46,7 @@ def _lengths(ctx: click.Context, param: click.Parameter, value: str | None) -> l
 @click.option("--budget", type=click.FloatRange(min=0), default=20.0, show_default=True, help="Seconds for a length.")
 @json_option
 def generations(
-    lengths: list[int] | None, batch: int, heads: int | None, head_dim: int, dtype: str | None, causal: bool,
+    lengths: tuple[int, ...] | None, batch: int, heads: int | None, head_dim: int, dtype: str | None, causal: bool,
     device: str | None, runs: int, budget: float, as_json: bool,
 ) -> None:  # fmt: skip
     """Standard attention, FlashAttention-1 and FlashAttention-2 at growing lengths, and the papers' claims beside them.
@@ -73,7 +64,7 @@ def generations(
         form="dense", batch=batch, heads_q=count, heads_kv=count, seq_q=1, seq_kv=1, head_dim=head_dim,
         head_dim_v=head_dim, dtype=kind, mask=Causal() if causal else None,
     )  # fmt: skip
-    asked = lengths or [int(n) for n in (GPU_LENGTHS if gpu else CPU_LENGTHS).split(",")]
+    asked = lengths or tuple(int(n) for n in (GPU_LENGTHS if gpu else CPU_LENGTHS).split(","))
     with progress() as report:
         found = comparison.measure(shape, asked, device, runs=runs, budget_seconds=budget, progress=report)
     claims = comparison.claims(found, device)

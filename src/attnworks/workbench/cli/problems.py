@@ -41,6 +41,20 @@ NAMES = (
 )
 
 
+class Numbers(click.ParamType):  # type: ignore[type-arg]
+    """Positive numbers between commas."""
+
+    name = "N,N,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in str(value).split(",")]
+        if not all(part.isdecimal() and int(part) > 0 for part in parts):
+            self.fail(f"{value!r} must be positive numbers between commas, e.g. 64,128", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
 class _WindowType(click.ParamType):  # type: ignore[type-arg]
     """L,R: neighbours to the left and right; "-" for unlimited."""
 

@@ -23,33 +23,19 @@ from attnworks.workbench.cli.output import (
     progress,
     table,
 )
-from attnworks.workbench.cli.problems import problem_from, problem_options
+from attnworks.workbench.cli.problems import Numbers, problem_from, problem_options
 
 DEFAULT_SEQ = 4096
 NOTE = "Nothing was timed: the order is the traffic model's. Measure before you believe it."
 
 
-class _Sizes(click.ParamType):  # type: ignore[type-arg]
-    """Positive numbers between commas."""
-
-    name = "N,N,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in str(value).split(",")]
-        if not all(part.isdecimal() and int(part) > 0 for part in parts):
-            self.fail(f"{value!r} must be positive numbers between commas, e.g. 64,128", param, ctx)
-        return tuple(int(part) for part in parts)
-
-
 @click.command()
 @problem_options(heads=16, seq=DEFAULT_SEQ, head_dim=128, dtype="float16")
 @click.option("--on", "card", required=True, help=f"The card: {', '.join(hardware.machines())}, or how one begins.")
-@click.option("--tile-q", type=_Sizes(), default="64,128", show_default=True, help="Rows of a Q tile.")
-@click.option("--tile-kv", type=_Sizes(), default="32,64,128", show_default=True, help="Keys of a KV tile.")
-@click.option("--warps", type=_Sizes(), default="4,8", show_default=True, help="Warps of a program.")
-@click.option("--stages", type=_Sizes(), default="2,3", show_default=True, help="Depth of the software pipeline.")
+@click.option("--tile-q", type=Numbers(), default="64,128", show_default=True, help="Rows of a Q tile.")
+@click.option("--tile-kv", type=Numbers(), default="32,64,128", show_default=True, help="Keys of a KV tile.")
+@click.option("--warps", type=Numbers(), default="4,8", show_default=True, help="Warps of a program.")
+@click.option("--stages", type=Numbers(), default="2,3", show_default=True, help="Depth of the software pipeline.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes that compile.  [default: one for each core]")
 @json_option
 @click.pass_context

@@ -1,0 +1,112 @@
+"""The Triton kernels compiled for a GPU that need not be here: the interpreter takes Python that the compiler refuses,
+such as a variable that changes its type from one turn of a loop to the next."""
+
+import os
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+if not find_spec("triton") or os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("needs Triton, and not its interpreter", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget
+
+from attnworks import Bias, Causal, Sink, Softcap, Window, masks, scores
+from attnworks.backends.triton import calls, gradients, launch, prepare
+from attnworks.backends.triton.compile import compile_for
+from attnworks.plan import Plan
+from attnworks.problem import Operands, Problem
+from attnworks.tilemap import TileLists, TileMap
+
+N, D, HEADS = 64, 16, 2
+DOCUMENT = torch.zeros(N, dtype=torch.int64)
+Q_OUTER = Plan("triton", "q_outer", 16, 16, warps=4, stages=2)
+
+PROBLEMS = {
+    "causal": (Causal(), ()),
+    "window": (Window(9, 3), ()),
+    "document": (lambda b, h, q, k: DOCUMENT[q] == DOCUMENT[k], ()),
+    "scores": (Causal(), (Softcap(2.0), Bias(torch.zeros(1, HEADS, N, N)), Sink(torch.zeros(HEADS)))),
+}
+
+
+def meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def posed(name: str) -> tuple[Problem, Operands]:
+    mask, modifiers = PROBLEMS[name]
+    (mask_spec, mask_operands), (score_spec, score_operands) = masks.split(mask), scores.split(modifiers)
+    strides = (HEADS * N * D, N * D, D)
+    problem = Problem(
+        "dense", 1, HEADS, HEADS, N, N, D, D, torch.bfloat16, "meta", 0.25, strides, strides, strides,
+        mask=mask_spec, scores=score_spec, return_lse=True,
+    )  # fmt: skip
+    q, k, v = (torch.empty(1, HEADS, N, D, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    return problem, Operands(q, k, v, tuple(map(meta, mask_operands)), tuple(map(meta, score_operands)))
+
+
+def compiled(arch: int) -> list[str]:
+    """The errors of every kernel that was noted, and its name."""
+    noted = list(launch.NOTED)
+    launch.NOTED.clear()
+    errors = []
+    for one, varying in noted:
+        arguments = dict(zip(one.kernel.arg_names, varying, strict=False)) | one.fixed
+        found = compile_for(GPUTarget("cuda", arch, 32), one.kernel, arguments, **one.options)
+        errors += [f"{one.kernel.__name__}: {found.error}"] if found.error else []
+    assert noted
+    return errors
+
+
+@pytest.fixture(autouse=True)
+def _without_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of device "meta" have no values to make a tile map of."""
+    some = torch.empty(8, dtype=torch.int32, device="meta")
+    lists = TileLists(some, some)
+    tiles = TileMap(1, 1, N, N, 16, 16, lists, lists, 1)
+    tiles.__dict__["transposed"] = tiles
+    monkeypatch.setattr(calls.Modifiers, "tile_map", lambda *_: tiles)
+    launch.NOTED.clear()
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_forward_and_backward(name: str) -> None:
+    problem, operands = posed(name)
+    prepare(problem, Q_OUTER)(operands)
+    run = gradients.prepare_backward(replace(problem, differentiable=True), Q_OUTER)
+    needs = (True,) * (3 + len(operands.scores))
+    lse = torch.empty(1, HEADS, N, device="meta")
+    run(operands, operands.q, lse, operands.q, lse, needs)
+    assert compiled(90) == []
+
+
+@pytest.mark.parametrize("schedule", ["kv_outer", "standard"])
+@pytest.mark.parametrize("name", ["causal", "document"])
+def test_older_schedules(name: str, schedule: str) -> None:
+    problem, operands = posed(name)
+    prepare(problem, replace(Q_OUTER, schedule=schedule))(operands)
+    assert compiled(80) == []
+
+
+def test_splits() -> None:
+    problem, operands = posed("scores")
+    prepare(problem, replace(Q_OUTER, schedule="split_kv", split_kv=16))(operands)
+    assert compiled(80) == []
+
+
+def test_packed_sequences() -> None:
+    problem, _ = posed("causal")
+    strides = (0, D, HEADS * D)
+    packed = replace(
+        problem, form="varlen", batch=2, total_q=N, total_kv=N, q_strides=strides, k_strides=strides, v_strides=strides
+    )
+    q, k, v = (torch.empty(N, HEADS, D, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    offsets = torch.empty(3, dtype=torch.int64, device="meta")
+    operands = Operands(q, k, v, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+    prepare(packed, Q_OUTER)(operands)
+    run = gradients.prepare_backward(replace(packed, differentiable=True), Q_OUTER)
+    run(operands, q, torch.empty(HEADS, N, device="meta"), q, None, (True, True, True))
+    assert compiled(80) == []
