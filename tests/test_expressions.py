@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import expression_cases as cases
-from attnworks.expressions import MASK_INPUTS, SCORE_INPUTS, evaluate, trace
 from attnworks.expressions.derivatives import derivative
+from attnworks.expressions.evaluation import evaluate
 from attnworks.expressions.source import to_source
+from attnworks.expressions.tracing import MASK_INPUTS, SCORE_INPUTS, trace
 
 
 def mask_of(function):

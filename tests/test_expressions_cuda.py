@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import expression_cases as cases
-from attnworks.expressions import MASK_INPUTS, SCORE_INPUTS, evaluate, trace
 from attnworks.expressions.derivatives import derivative
+from attnworks.expressions.evaluation import evaluate
 from attnworks.expressions.source import PRELUDES, to_source
+from attnworks.expressions.tracing import MASK_INPUTS, SCORE_INPUTS, trace
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 HEAD = """

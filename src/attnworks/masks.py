@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnworks.expressions import MASK_INPUTS, Expression, OperandSpec, operand_spec, trace
+from attnworks.expressions import Expression, OperandSpec, operand_spec
 
 Align = Literal["bottom-right", "top-left"]
 ALIGNS = ("bottom-right", "top-left")
@@ -159,6 +159,8 @@ def split(mask: object) -> tuple[MaskSpec, tuple[Tensor, ...]]:
             others.append(DenseMask(operand_spec(part, len(operands))))
             operands.append(part)
         elif callable(part) and not isinstance(part, type):
+            from attnworks.expressions.tracing import MASK_INPUTS, trace  # most programs never need it
+
             traced = trace(part, MASK_INPUTS)
             if traced.expression is None:
                 others.append(Predicate(part, name=name_of(part), why_not=traced.why_not))

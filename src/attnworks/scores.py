@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from attnworks.expressions import SCORE_INPUTS, Expression, OperandSpec, operand_spec, trace
+from attnworks.expressions import Expression, OperandSpec, operand_spec
 from attnworks.masks import name_of
 
 
@@ -106,6 +106,8 @@ def split(scores: object) -> tuple[ScoreSpec, tuple[Tensor, ...]]:
             terms.append(ScoreTerm(kind, operand=operand_spec(tensor, len(operands))))
             operands.append(tensor)
         elif callable(score) and not isinstance(score, type):
+            from attnworks.expressions.tracing import SCORE_INPUTS, trace  # most programs never need it
+
             traced = trace(score, SCORE_INPUTS)
             if traced.expression is None:
                 terms.append(ScoreTerm("function", function=score, name=name_of(score), why_not=traced.why_not))

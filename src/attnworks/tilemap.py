@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attnworks.expressions import evaluate
+from attnworks.expressions.evaluation import evaluate
 from attnworks.masks import Bounds, DenseMask, MaskSpec, Predicate
 
 # Elements of a block: with its int64 intermediates about 64 MB.

@@ -13,9 +13,9 @@ from triton.compiler import ASTSource
 
 import expression_cases as cases
 from attnworks.backends.triton.user_code import jit
-from attnworks.expressions import MASK_INPUTS, SCORE_INPUTS, trace
 from attnworks.expressions.derivatives import derivative
 from attnworks.expressions.source import operand_facts
+from attnworks.expressions.tracing import MASK_INPUTS, SCORE_INPUTS, trace
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

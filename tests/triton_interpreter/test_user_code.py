@@ -7,9 +7,10 @@ import triton.language as tl
 
 import expression_cases as cases
 from attnworks.backends.triton.user_code import jit
-from attnworks.expressions import MASK_INPUTS, SCORE_INPUTS, evaluate, trace
 from attnworks.expressions.derivatives import derivative
+from attnworks.expressions.evaluation import evaluate
 from attnworks.expressions.source import operand_facts
+from attnworks.expressions.tracing import MASK_INPUTS, SCORE_INPUTS, trace
 
 # NumPy computes what a GPU computes, but warns where it overflows or makes a NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

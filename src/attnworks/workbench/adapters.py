@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attnworks import masks, scores
 from attnworks.backends.reference import definitions
-from attnworks.expressions import evaluate
+from attnworks.expressions.evaluation import evaluate
 from attnworks.masks import Bounds, DenseMask, MaskSpec, Predicate
 from attnworks.scores import ALiBi, Bias, Sink, Softcap
 from attnworks.workbench.inputs import Inputs

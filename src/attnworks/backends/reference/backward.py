@@ -31,8 +31,8 @@ from attnworks.backends.reference.tiles import (
     spans,
     tile_positions,
 )
-from attnworks.expressions import evaluate
 from attnworks.expressions.derivatives import derivative
+from attnworks.expressions.evaluation import evaluate
 from attnworks.problem import Operands, Problem
 from attnworks.scores import ScoreTerm
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnworks.expressions import evaluate
+from attnworks.expressions.evaluation import evaluate
 from attnworks.masks import Bounds, DenseMask, MaskSpec, Predicate
 from attnworks.problem import Operands
 from attnworks.scores import ScoreSpec, ScoreTerm

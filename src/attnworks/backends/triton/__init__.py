@@ -13,7 +13,6 @@ from importlib.util import find_spec
 import torch
 
 from attnworks.backends import BackwardLauncher, Launcher
-from attnworks.backends.triton import plans
 from attnworks.errors import Verdict
 from attnworks.hardware import Hardware
 from attnworks.masks import Predicate
@@ -21,7 +20,7 @@ from attnworks.plan import Plan
 from attnworks.problem import Problem
 from attnworks.scores import ScoreTerm
 
-NAME = plans.NAME
+NAME = "triton"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 512
 MAX_HEAD_DIM_BACKWARD = 256
@@ -92,19 +91,27 @@ def _wants_unknown_gradient(term: ScoreTerm) -> bool:
 
 
 def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
+    from attnworks.backends.triton import plans
+
     # The first: traffic alone, by which plans are ranked, would prefer large tiles that leave too few registers.
     return plans.candidates(problem, hardware)[:1]
 
 
 def check_plan(problem: Problem, plan: Plan) -> None:
+    from attnworks.backends.triton import plans
+
     plans.check(problem, plan)
 
 
 def resources(problem: Problem, plan: Plan) -> dict[str, int]:
+    from attnworks.backends.triton import plans
+
     return {"shared": plans.shared_bytes(problem, plan)}
 
 
 def prepare(problem: Problem, plan: Plan) -> Launcher:
+    from attnworks.backends.triton import plans
+
     if plan.schedule in plans.OLDER:
         from attnworks.backends.triton import generations
 
