@@ -50,10 +50,9 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
 def _tiles(problem: Problem) -> list[tuple[int, int, int, int]]:
     """(tile_q, tile_kv, warps, stages), the preferred one first.
 
-    H200, bf16, 16k tokens, against SDPA's FlashAttention-2 (docs/results): 64 x 64 with 4 warps and 3 stages was best
-    or within 3 % of it for head dims 64 and 128, causal or not (1.5-1.75 of FA2). Two such programs share a
-    multiprocessor, so that one's softmax runs beside the other's products; 128 x 128 with 8 warps, one program at a
-    time, was at 1.25-1.36. Tile pairs that need more registers than there are (255 a thread) lose most of that.
+    H200, bf16 (docs/results): 64 x 64 with 4 warps and 3 stages was best or near it for head dims 64 and 128, causal or
+    not. Two such programs share a multiprocessor, so that one's softmax runs beside the other's products; of 128 x 128
+    with 8 warps there is one at a time. Tile pairs that need more registers than there are (255 a thread) spill.
     """
     width = max(block(problem.head_dim), block(problem.head_dim_v))
     if problem.dtype == torch.float32:  # products without tensor cores, whose operands live in registers
@@ -67,8 +66,8 @@ def _tiles(problem: Problem) -> list[tuple[int, int, int, int]]:
 
 def register_limit(problem: Problem, plan: Plan) -> dict[str, int]:
     """Launch options that keep four programs of four warps on a multiprocessor (65,536 registers) where a narrow head
-    needs hardly more than a quarter of them: left alone the compiler takes 168, and three programs are 6 % slower.
-    NVIDIA's alone."""
+    needs hardly more than a quarter of them: left alone the compiler takes 168, which leaves room for three. NVIDIA's
+    alone."""
     if torch.version.hip is not None:
         return {}
     narrow = max(block(problem.head_dim), block(problem.head_dim_v)) <= 64
@@ -119,8 +118,8 @@ class BackwardTiles:
 def backward_tiles(problem: Problem) -> tuple[BackwardTiles, BackwardTiles]:
     """(for dK and dV, for dQ): the first owns tile_kv keys and walks over tiles of queries, the second the reverse.
 
-    Measured on an H200, bf16, 4k tokens, 106 pairs of tiles (docs/results): the third stage is worth 20 %, since Q and
-    dO (K and V) of the next tile arrive during four products. For head_dim 64 half as many warps hold all they need.
+    Best of 106 pairs on an H200, bf16 (docs/results): the third stage lets Q and dO (K and V) of the next tile arrive
+    during four products. For head_dim 64 half as many warps hold all they need.
     """
     width = max(block(problem.head_dim), block(problem.head_dim_v))
     if problem.dtype == torch.float32:
