@@ -15,6 +15,7 @@ from attnworks.backends.triton.forward import combine, forward
 from attnworks.backends.triton.launch import Launch
 from attnworks.backends.triton.plans import block, register_limit
 from attnworks.backends.triton.user_code import jit
+from attnworks.expressions.derivatives import derivative
 from attnworks.expressions.source import operand_facts
 from attnworks.masks import UNLIMITED, Bounds
 from attnworks.modifiers import mask_expression, score_expression
@@ -29,15 +30,22 @@ class Modifiers:
 
     def __init__(self, problem: Problem, grouped: bool = False) -> None:
         self.problem = problem
-        score, mask = score_expression(problem.scores), mask_expression(problem.mask)
-        self.score = None if score is None else jit(score, "score")
+        self._expression, mask = score_expression(problem.scores), mask_expression(problem.mask)
+        self.score = None if self._expression is None else jit(self._expression, "score")
         self.mask = None if mask is None else jit(mask, "mask")
-        self._score_facts = () if score is None else operand_facts(score)
+        self._score_facts = () if self._expression is None else operand_facts(self._expression)
         self._mask_facts = () if mask is None else operand_facts(mask)
-        self.sink = next((t.operand.index for t in problem.scores if t.kind == "sink" and t.operand), None)
+        self._sink = next((t.operand.index for t in problem.scores if t.kind == "sink" and t.operand), None)
         # Packed sequences and caches would need a map for each length, heads that are rows of one tile a map for all of
         # them: there the mask is evaluated in every tile.
         self.mapped = mask is not None and problem.form == "dense" and not grouped
+
+    def slope(self) -> Any:
+        """The derivative of ``score`` by the score it is given; None where there is none."""
+        return None if self._expression is None else jit(derivative(self._expression), "score")
+
+    def sink(self, o: Operands) -> Tensor | None:
+        return None if self._sink is None else o.scores[self._sink]
 
     def score_operands(self, o: Operands) -> tuple[Any, ...]:
         return (*o.scores, *self._score_facts) if self.score is not None else ()
@@ -127,7 +135,7 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
     def run(o: Operands) -> tuple[Tensor, Tensor | None]:
         out = torch.empty(out_shape, dtype=dtype, device=device)
         lse = torch.empty(lse_shape, dtype=torch.float32, device=device) if return_lse else None
-        sink = None if modifiers.sink is None else o.scores[modifiers.sink]
+        sink = modifiers.sink(o)
         k_scale, v_scale = _by_head(o.k_scale, p.heads_kv), _by_head(o.v_scale, p.heads_kv)
         tiles = map_arguments(modifiers.tile_map(o, plan.tile_q, plan.tile_kv)) if modifiers.mapped else None
         into, into_lse = out, lse

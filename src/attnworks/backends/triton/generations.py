@@ -47,7 +47,7 @@ def _prepare_kv_outer(p: Problem, plan: Plan) -> Launcher:
         if modifiers.mapped:
             tiles = map_arguments(modifiers.tile_map(o, plan.tile_q, plan.tile_kv).transposed)
         # fmt: off
-        launch(o.q, o.k, o.v, out, lse, acc, running_max, running_sum, _sink(modifiers, o), tiles,
+        launch(o.q, o.k, o.v, out, lse, acc, running_max, running_sum, modifiers.sink(o), tiles,
                modifiers.score_operands(o), modifiers.mask_operands(o))
         # fmt: on
         return out, lse
@@ -85,7 +85,7 @@ def _prepare_standard(p: Problem, plan: Plan) -> Launcher:
         out, lse = _results(p)
         scores, probs = (torch.empty(matrix, dtype=p.dtype, device=out.device) for _ in range(2))
         scored(o.q, o.k, scores, modifiers.score_operands(o), modifiers.mask_operands(o))
-        normalised(scores, probs, lse, _sink(modifiers, o))
+        normalised(scores, probs, lse, modifiers.sink(o))
         weighed(probs, o.v, out)
         return out, lse
 
@@ -97,7 +97,3 @@ def _results(p: Problem) -> tuple[Tensor, Tensor | None]:
     out_shape, lse_shape = p.result_shapes()
     out = torch.empty(out_shape, dtype=p.dtype, device=p.device)
     return out, torch.empty(lse_shape, dtype=torch.float32, device=p.device) if p.return_lse else None
-
-
-def _sink(modifiers: Modifiers, o: Operands) -> Tensor | None:
-    return None if modifiers.sink is None else o.scores[modifiers.sink]

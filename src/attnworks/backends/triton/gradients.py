@@ -21,8 +21,7 @@ from attnworks.backends.triton.calls import (
 from attnworks.backends.triton.launch import Launch
 from attnworks.backends.triton.plans import BackwardTiles, backward_tiles, block
 from attnworks.backends.triton.user_code import jit
-from attnworks.expressions.derivatives import derivative
-from attnworks.modifiers import score_expression, slope_after
+from attnworks.modifiers import slope_after
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem, packed_strides, strides_of
 from attnworks.scores import ScoreTerm
@@ -40,8 +39,7 @@ class _Backward:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.modifiers = Modifiers(problem)
-        score = score_expression(problem.scores)
-        self.slope = None if score is None else jit(derivative(score), "score")
+        self.slope = self.modifiers.slope()
         self.for_kv, self.for_q = backward_tiles(problem)
         # Launches by the strides of what autograd hands over, which the problem doesn't know.
         self.launches: dict[Any, Launch] = {}
