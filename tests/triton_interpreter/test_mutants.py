@@ -77,7 +77,7 @@ MUTANTS = {
 }
 
 # What is loaded anew, so that all of it sees the wrong source; each after those it imports.
-MODULES = ("parts", "forward", "backward", "calls", "gradients")
+MODULES = ("parts", "forward", "backward", "grad_bias", "calls", "gradients")
 
 repair()
 
