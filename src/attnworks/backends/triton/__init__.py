@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,7 @@ from attnworks.problem import Problem
 from attnworks.scores import ScoreTerm
 
 NAME = "triton"
+KERNELS = tuple(Path(__file__).parent / name for name in ("forward.py", "parts.py"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 512
 MAX_HEAD_DIM_BACKWARD = 256

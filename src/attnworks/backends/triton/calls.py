@@ -13,7 +13,7 @@ from attnworks.backends import Launcher
 from attnworks.backends.triton import parts
 from attnworks.backends.triton.forward import combine, forward
 from attnworks.backends.triton.launch import Launch
-from attnworks.backends.triton.plans import block, register_limit
+from attnworks.backends.triton.plans import GROUPED, block, register_limit
 from attnworks.backends.triton.user_code import jit
 from attnworks.expressions.derivatives import derivative
 from attnworks.expressions.source import operand_facts
@@ -99,7 +99,7 @@ PRECISION = "ieee"
 
 
 def prepare(problem: Problem, plan: Plan) -> Launcher:
-    p, grouped = problem, plan.schedule == "split_kv"
+    p, grouped = problem, plan.schedule in GROUPED
     modifiers = Modifiers(p, grouped)
     heads = p.heads_kv if grouped else p.heads_q
     rows = p.seq_q * p.group if grouped else p.seq_q

@@ -6,7 +6,8 @@ One program owns TILE_Q query rows and walks over the KV tiles they see:
            → add the sink → normalise → store O and LSE
 
 Tiles that the mask hides are never visited; only tiles seen in part are masked. Where few queries share a KV head
-(decode), the query heads of its group become rows of one tile (GROUPED), so that K and V are read once for all of them.
+(decode, short prefills), the query heads of its group become rows of one tile (GROUPED), so that K and V are read once
+for all of them.
 With SPLITS the keys are shared out among programs, and ``combine`` merges their partial results by their LSE.
 """
 
@@ -51,10 +52,18 @@ def forward(
     b = program // row_tiles // heads
     if cu_seqlens_q is not None:
         if b == batch:
-            _empty_rows(
-                out, lse, tl.load(cu_seqlens_q + batch), total_q, row_tile, row_tiles, head, out_strides, lse_strides,
-                TILE_Q, HEAD_DIM_V, BLOCK_DV,
-            )  # fmt: skip
+            first = tl.load(cu_seqlens_q + batch)
+            if GROUPED:
+                for member in range(group):
+                    _empty_rows(
+                        out, lse, first, total_q, row_tile, row_tiles, head * group + member, out_strides, lse_strides,
+                        TILE_Q, HEAD_DIM_V, BLOCK_DV,
+                    )  # fmt: skip
+            else:
+                _empty_rows(
+                    out, lse, first, total_q, row_tile, row_tiles, head, out_strides, lse_strides,
+                    TILE_Q, HEAD_DIM_V, BLOCK_DV,
+                )  # fmt: skip
             return
 
     rows_q, q_start = sequence(b, seq_q, cu_seqlens_q, q_strides[0], q_strides[2])

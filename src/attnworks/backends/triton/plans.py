@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attnworks.hardware import Hardware
+from attnworks.masks import Bounds
 from attnworks.plan import Plan
 from attnworks.problem import Problem
 
@@ -15,7 +16,9 @@ NAME = "triton"
 
 # Schedules kept for comparison: standard attention and FlashAttention-1; "q_outer" is FlashAttention-2's.
 OLDER = ("standard", "kv_outer")
-SCHEDULES = ("q_outer", "split_kv", *OLDER)
+# FlashAttention-2's with the query heads of a group as rows of one tile; "split_kv" also shares the keys out.
+GROUPED = ("grouped", "split_kv")
+SCHEDULES = ("q_outer", *GROUPED, *OLDER)
 
 # Query rows for each KV head up to which reading the keys bounds the time: the heads of a group become rows of one
 # tile, and programs share the keys out among them.
@@ -44,7 +47,19 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
     """Forward plans, the preferred one first."""
     if few_rows(problem):
         return [_split_plan(problem, hardware)]
-    return [Plan(NAME, "q_outer", tile_q, tile_kv, warps=w, stages=s) for tile_q, tile_kv, w, s in _tiles(problem)]
+    return [
+        Plan(NAME, "grouped" if packs_heads(problem, tile_q) else "q_outer", tile_q, tile_kv, warps=w, stages=s)
+        for tile_q, tile_kv, w, s in _tiles(problem)
+    ]
+
+
+def packs_heads(problem: Problem, tile_q: int) -> bool:
+    """Whether short sequences fill tiles so badly that the query heads of a group, as rows of one tile, take at most
+    three quarters as many. A mask by tiles has a map for each head, or would be evaluated in every tile."""
+    p = problem
+    rows = math.ceil(p.total_q / max(p.batch, 1)) if p.form == "varlen" else p.seq_q
+    together, alone = math.ceil(rows * p.group / tile_q), p.group * math.ceil(rows / tile_q)
+    return 4 * together <= 3 * alone and all(isinstance(term, Bounds) for term in p.mask) and alone > 0
 
 
 def _tiles(problem: Problem) -> list[tuple[int, int, int, int]]:
@@ -147,22 +162,22 @@ def check(problem: Problem, plan: Plan) -> None:
     if plan.stages < 1:
         raise ValueError(f"plan stages: was {plan.stages}, must be >= 1")
     if plan.schedule != "split_kv":
-        if problem.form == "decode":
-            raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'split_kv' for a cache")
+        if problem.form == "decode" and plan.schedule != "grouped":
+            raise ValueError(f"plan schedule: was {plan.schedule!r}, must be one of {GROUPED} for a cache")
         if plan.split_kv:
             raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule {plan.schedule!r}")
         if plan.schedule in OLDER:
             _check_older(problem, plan)
     else:
         if problem.form == "varlen":
-            raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' for packed sequences")
+            raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' or 'grouped' for packed sequences")
         if plan.split_kv < 1 or plan.split_kv % plan.tile_kv:
             raise ValueError(f"plan split_kv: was {plan.split_kv}, must be a multiple of tile_kv = {plan.tile_kv}")
 
 
 def _check_older(problem: Problem, plan: Plan) -> None:
     if problem.form == "varlen":
-        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' for packed sequences")
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' or 'grouped' for packed sequences")
     if problem.differentiable:
         raise ValueError(
             f"plan schedule: was {plan.schedule!r}, must be 'q_outer' where an input requires grad: only that has a "
