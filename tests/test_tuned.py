@@ -144,7 +144,7 @@ def test_use_plans_takes_a_folder_and_forgets_prepared_calls(folders, tmp_path):
 def test_without_a_given_folder_it_is_the_users_configuration(tmp_path, monkeypatch):
     attnworks.use_plans(None)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    folder = tuned._users_folder()
+    folder = tuned.users_folder()
     assert folder.name == "plans" and folder.parent.name == "attnworks"
 
 

@@ -156,7 +156,7 @@ def _rows_for(problem: Problem, hardware: Hardware, backend: str, sources: tuple
     if not sources:
         return []
     key = key_of(problem, hardware, backend)
-    paths = [folder / file_name(hardware) for folder in (_users_folder(), _shipped_folder())]
+    paths = [folder / file_name(hardware) for folder in (users_folder(), _shipped_folder())]
     return [Found(rows[key], path, key) for path in paths if key in (rows := read(path, hardware.name))]
 
 
@@ -176,7 +176,7 @@ def use(folder: str | Path | None) -> None:
     read.cache_clear()
 
 
-def _users_folder() -> Path:
+def users_folder() -> Path:
     if _given:
         return _given[0]
     from platformdirs import user_config_path  # with the first call that could use it
