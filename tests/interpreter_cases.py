@@ -102,6 +102,7 @@ SIZES = (
     *(dense(f"empty {name}", **{name: 0}) for name in ("batch", "seq_q", "seq_kv")),
     dense("empty heads", heads_q=0, heads_kv=0),
     dense("head dim 1", head_dim=1, head_dim_v=3, seq_q=17, seq_kv=17),
+    dense("head dim 520", head_dim=520, seq_q=3, seq_kv=18, gradients=False),
     dense("heads 6/2", heads_q=6, heads_kv=2, seq_q=17, seq_kv=20),
     *(
         dense(f"{memory}, {layout}", batch=2, seq_q=3, seq_kv=20, head_dim_v=16, memory=memory, layout=layout)
@@ -130,6 +131,7 @@ CACHES = (
     decode("decode, 4 queries, causal", mask=CAUSAL, **FOUR),
     decode("decode, softcap, sink", scores=(Softcap(3.0), SinkRule()), mask=CAUSAL),
     decode("decode, boolean mask", mask=(BooleanRule("b11k"),)),
+    decode("decode, 576/512", heads_kv=1, head_dim=576, head_dim_v=512, page_size=16, lengths=((1, 3), (1, 40))),
     decode("decode, strided", memory="gapped"),
     *(decode(f"decode, pages of {size}", page_size=size) for size in (1, 16, 17, 32)),
     decode("decode, pages, the longest first", page_size=16, lengths=((1, 66), (1, 40))),

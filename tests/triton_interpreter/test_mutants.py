@@ -62,6 +62,9 @@ MUTANTS = {
     "page table of sequence 0": Mutant(
         FORWARD, "page_table + b.to(tl.int64) *", "page_table + 0 *", ("decode, pages, the longest first",)
     ),
+    "the first columns again": Mutant(
+        FORWARD, "load_tile(k_tile + HEAD_DIM, k_offsets", "load_tile(k_tile, k_offsets", ("head dim 520",)
+    ),
     "rows past the packed ones of one head": Mutant(
         FORWARD, "for member in range(group):", "for member in range(1):", ("varlen, heads 6/2",), GROUPED
     ),

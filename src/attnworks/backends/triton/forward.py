@@ -38,12 +38,13 @@ def forward(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, GROUPED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
     EQUAL_ROWS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
-    SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of one tile of rows. Grid: (row tiles · heads · batch, splits); packed sequences have one batch entry
     more, for the rows after the last sequence. ``heads``: of KV if GROUPED, else of Q. Strides are (batch, head, row).
     EQUAL_ROWS: rows of K and V are equally far apart. ``scale`` multiplies Q Kᵀ; if FOLDED it is > 0 and there are no
-    score modifiers. Without TAIL the keys end on a tile's edge."""
+    score modifiers. Without TAIL the keys end on a tile's edge. REST: columns of Q and K beyond the first HEAD_DIM, for
+    all of which one power of two would be too wide."""
     row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
     program = tl.program_id(0)
     # Later rows see more keys under a causal mask: they go first, so that no long task is left for the end.
@@ -89,6 +90,9 @@ def forward(
     heads_wide = heads_q.to(tl.int64)
     q_offsets = positions.to(tl.int64) * q_strides[2] + heads_wide * q_strides[1]
     q_tile = load_tile(q + q_start, q_offsets, valid, HEAD_DIM, BLOCK_D, True)
+    q_rest = None
+    if REST:
+        q_rest = load_tile(q + q_start + HEAD_DIM, q_offsets, valid, REST, BLOCK_REST, True)
     k_head = k + k_start + kv_head.to(tl.int64) * k_strides[1]
     v_head = v + v_start + kv_head.to(tl.int64) * v_strides[1]
     factor = scale if k_scale is None else scale * tl.load(k_scale + kv_head)
@@ -118,7 +122,7 @@ def forward(
                 acc, running_sum, running_max, q_tile, k_head, v_head, table, tiles, run_start, run_stop,
                 b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
                 k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS,
-                LEFT, RIGHT, run != 1, FOLDED, SCORE, MASK, PRECISION,
+                LEFT, RIGHT, run != 1, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
             )  # fmt: skip
 
     if sink is not None and not SPLITS:
@@ -143,6 +147,7 @@ def attend(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over KV tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one)."""
     k_row = k_strides[2]
@@ -170,6 +175,9 @@ def attend(
                 v_offsets = pages * v_strides[0] + (keys % PAGE).to(tl.int64) * v_row
         k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, MASKED).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if REST:
+            k_rest = load_tile(k_tile + HEAD_DIM, k_offsets, present, REST, BLOCK_REST, MASKED).to(q.dtype)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         if not FOLDED:
             scores = scores * scale
             if SCORE is not None:
