@@ -24,12 +24,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addini("timeout", "seconds for a test, were pytest-timeout installed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that no worker is left with one of them at the end."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 settings.register_profile("attnworks", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("attnworks")
 
 # Two threads wherever the tests run, so that the code that shares work between threads always runs.
 torch.set_num_threads(2)
 GPU = torch.cuda.is_available()
+LONG = ("test_triton_interpreter.py", "test_kills.py")
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +45,14 @@ def poisoned_memory() -> Iterator[None]:
     torch.set_deterministic_debug_mode("warn")
     yield
     torch.set_deterministic_debug_mode("default")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For kernels that are operations of torch on small tensors: a second thread makes them dearer by half."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(2)
 
 
 @pytest.fixture(autouse=True)
