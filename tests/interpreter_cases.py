@@ -22,7 +22,7 @@ CAUSAL = (Causal(),)
 def _tiles_of_16(plan: Plan) -> Plan:
     if plan.schedule == "split_kv":
         return replace(plan, tile_q=16, tile_kv=16, split_kv=32)
-    return replace(plan, tile_q=16, tile_kv=16)
+    return replace(plan, schedule="q_outer", tile_q=16, tile_kv=16)
 
 
 def _wide_tiles(plan: Plan) -> Plan | None:
@@ -33,8 +33,13 @@ def _splits(plan: Plan) -> Plan | None:
     return Plan("triton", "split_kv", 32, 16, 16, warps=4, stages=1) if plan.schedule == "q_outer" else None
 
 
+def _grouped(plan: Plan) -> Plan:
+    return Plan("triton", "grouped", 16, 16, warps=4, stages=1)
+
+
 PREFERRED = BackendSubject("triton", triton)
 SMALL = BackendSubject("triton, tiles of 16", triton, _tiles_of_16)
+GROUPED = BackendSubject("triton, grouped", triton, _grouped)
 WIDE = BackendSubject("triton, 16 x 32", triton, _wide_tiles)
 SPLITS = BackendSubject("triton, splits of 16", triton, _splits)
 
@@ -103,6 +108,7 @@ SIZES = (
     *(dense(f"empty {name}", **{name: 0}) for name in ("batch", "seq_q", "seq_kv")),
     dense("empty heads", heads_q=0, heads_kv=0),
     dense("head dim 1", head_dim=1, head_dim_v=3, seq_q=17, seq_kv=17),
+    dense("head dim 520", head_dim=520, seq_q=3, seq_kv=18, gradients=False),
     dense("heads 6/2", heads_q=6, heads_kv=2, seq_q=17, seq_kv=20),
     *(
         dense(f"{memory}, {layout}", batch=2, seq_q=3, seq_kv=20, head_dim_v=16, memory=memory, layout=layout)
@@ -132,6 +138,7 @@ CACHES = (
     decode("decode, 4 queries, causal", mask=CAUSAL, **FOUR),
     decode("decode, softcap, sink", scores=(Softcap(3.0), SinkRule()), mask=CAUSAL),
     decode("decode, boolean mask", mask=(BooleanRule("b11k"),)),
+    decode("decode, 576/512", heads_kv=1, head_dim=576, head_dim_v=512, page_size=16, lengths=((1, 3), (1, 40))),
     decode("decode, strided", memory="gapped"),
     *(decode(f"decode, pages of {size}", page_size=size) for size in (16, 17)),
     *(decode(f"decode, pages of {size}", page_size=size, **SHORT) for size in (1, 32)),
@@ -146,6 +153,10 @@ CACHES = (
     decode("decode, fp8 e5m2", dtype=BF16, cache_dtype=torch.float8_e5m2, page_size=17, **SHORT),
 )
 FEW: dict[str, Any] = {"seq_q": 3, "seq_kv": 18}
+PACKED_HEADS = (
+    dense("heads 6/2, causal", heads_q=6, heads_kv=2, seq_q=17, seq_kv=50, mask=CAUSAL, gradients=False),
+    varlen("varlen, heads 6/2", heads_q=6, heads_kv=2, mask=CAUSAL, memory="gapped", gradients=False),
+)
 MUTANTS = (  # what mutants are tried on: two tiles
     dense("one tile and a tail", **FEW),
     dense("softcap, few", scores=(Softcap(2.0),), **FEW),
@@ -154,13 +165,16 @@ MUTANTS = (  # what mutants are tried on: two tiles
     dense("rising maximum, few", generator="rising maximum", gradients=False, **FEW),
 )
 CASES = (*MASKS, *SCORES, *NUMBERS, *SIZES, *PACKED, *CACHES)
-BY_NAME = {case.name: case for case in (*CASES, *MUTANTS)}
+BY_NAME = {case.name: case for case in (*CASES, *PACKED_HEADS, *MUTANTS)}
 
 # (subject, case): tiles of 16 run everything, the others what they do otherwise.
 PAIRS = (
     *((SMALL, case) for case in CASES),
     *((PREFERRED, BY_NAME[name]) for name in ("no mask", "boolean mask", "decode")),
     *((WIDE, BY_NAME[name]) for name in ("window", "two alignments", "boolean mask")),
+    *((GROUPED, replace(BY_NAME[name], gradients=False))
+      for name in ("heads 6/2, causal", "window", "two alignments, nothing to the left", "predicate", "alibi",
+                   "varlen, heads 6/2", "varlen, softcap, sink, bf16", "decode, 4 queries, causal")),
     *((SPLITS, replace(BY_NAME[name], gradients=False))
       for name in ("no mask", "causal", "rows without keys", "window", "boolean mask", "sink", "sink 100")),
 )  # fmt: skip

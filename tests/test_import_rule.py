@@ -16,7 +16,7 @@ PACKAGE = Path(attnworks.__file__).parent
 # fails, so that a new module gets its place on purpose.
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "expressions", "masks", "scores", "modifiers", "tilemap", "problem", "cache", "merge", "hardware"),
-    ("traffic", "plan"),
+    ("traffic", "plan", "tuned"),
     ("backends",),
     ("dispatch",),
     ("autograd",),

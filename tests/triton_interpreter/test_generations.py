@@ -132,7 +132,7 @@ def test_what_they_do_not_do_is_refused(schedule):
     with pytest.raises(ValueError, match=r"plan schedule: was .*, must be 'q_outer' where an input requires grad"):
         run(schedule, q.clone().requires_grad_(), q, q)
     lengths = torch.tensor([0, 8])
-    with pytest.raises(ValueError, match=r"plan schedule: was .*, must be 'q_outer' for packed sequences"):
+    with pytest.raises(ValueError, match=r"plan schedule: was .*, must be 'q_outer' or 'grouped' for packed sequences"):
         attnworks.attention_varlen(
             q[0].transpose(0, 1), q[0].transpose(0, 1), q[0].transpose(0, 1),
             cu_seqlens_q=lengths, cu_seqlens_kv=lengths, backend="triton", plan=plan(schedule),

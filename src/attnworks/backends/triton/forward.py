@@ -6,7 +6,8 @@ One program owns TILE_Q query rows and walks over the KV tiles they see:
            → add the sink → normalise → store O and LSE
 
 Tiles that the mask hides are never visited; only tiles seen in part are masked. Where few queries share a KV head
-(decode), the query heads of its group become rows of one tile (GROUPED), so that K and V are read once for all of them.
+(decode, short prefills), the query heads of its group become rows of one tile (GROUPED), so that K and V are read once
+for all of them.
 With SPLITS the keys are shared out among programs, and ``combine`` merges their partial results by their LSE.
 """
 
@@ -39,12 +40,13 @@ def forward(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, GROUPED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
     EQUAL_ROWS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
-    SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of one tile of rows. Grid: (row tiles · heads · batch, splits); packed sequences have one batch entry
     more, for the rows after the last sequence. ``heads``: of KV if GROUPED, else of Q. Strides are (batch, head, row).
     EQUAL_ROWS: rows of K and V are equally far apart. ``scale`` multiplies Q Kᵀ; if FOLDED it is > 0 and there are no
-    score modifiers. Without TAIL the keys end on a tile's edge."""
+    score modifiers. Without TAIL the keys end on a tile's edge. REST: columns of Q and K beyond the first HEAD_DIM, for
+    all of which one power of two would be too wide."""
     row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
     program = tl.program_id(0)
     # Later rows see more keys under a causal mask: they go first, so that no long task is left for the end.
@@ -53,10 +55,18 @@ def forward(
     b = program // row_tiles // heads
     if cu_seqlens_q is not None:
         if b == batch:
-            _empty_rows(
-                out, lse, tl.load(cu_seqlens_q + batch), total_q, row_tile, row_tiles, head, out_strides, lse_strides,
-                TILE_Q, HEAD_DIM_V, BLOCK_DV,
-            )  # fmt: skip
+            first = tl.load(cu_seqlens_q + batch)
+            if GROUPED:
+                for member in range(group):
+                    _empty_rows(
+                        out, lse, first, total_q, row_tile, row_tiles, head * group + member, out_strides, lse_strides,
+                        TILE_Q, HEAD_DIM_V, BLOCK_DV,
+                    )  # fmt: skip
+            else:
+                _empty_rows(
+                    out, lse, first, total_q, row_tile, row_tiles, head, out_strides, lse_strides,
+                    TILE_Q, HEAD_DIM_V, BLOCK_DV,
+                )  # fmt: skip
             return
 
     rows_q, q_start = sequence(b, seq_q, cu_seqlens_q, q_strides[0], q_strides[2])
@@ -82,6 +92,9 @@ def forward(
     heads_wide = heads_q.to(tl.int64)
     q_offsets = positions.to(tl.int64) * q_strides[2] + heads_wide * q_strides[1]
     q_tile = load_tile(q + q_start, q_offsets, valid, HEAD_DIM, BLOCK_D, True)
+    q_rest = None
+    if REST:
+        q_rest = load_tile(q + q_start + HEAD_DIM, q_offsets, valid, REST, BLOCK_REST, True)
     k_head = k + k_start + kv_head.to(tl.int64) * k_strides[1]
     v_head = v + v_start + kv_head.to(tl.int64) * v_strides[1]
     factor = scale if k_scale is None else scale * tl.load(k_scale + kv_head)
@@ -107,7 +120,7 @@ def forward(
             first_place, full_start, full_end, stop_place,
             b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
             k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS,
-            LEFT, RIGHT, loop == 1, FOLDED, SCORE, MASK, PRECISION,
+            LEFT, RIGHT, loop == 1, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
         )  # fmt: skip
 
     if sink is not None and not SPLITS:
@@ -132,6 +145,7 @@ def attend(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the KV tiles that ``visited_tiles`` found, from first_place to stop_place - 1. Those seen
     whole and in part go through one loop: a second would have to fill its pipeline anew."""
@@ -159,6 +173,9 @@ def attend(
                 v_offsets = pages * v_strides[0] + (keys % PAGE).to(tl.int64) * v_row
         k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, TAIL).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if REST:
+            k_rest = load_tile(k_tile + HEAD_DIM, k_offsets, present, REST, BLOCK_REST, TAIL).to(q.dtype)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         if not FOLDED:
             scores = scores * scale
             if SCORE is not None:
