@@ -20,12 +20,14 @@ import triton.language as tl
 from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
+    in_part,
     inside,
     load_tile,
+    loop_of,
     offsets_of,
-    run_of,
     sequence,
     store_tile,
+    tile_at,
     visited_tiles,
 )
 
@@ -59,24 +61,21 @@ def row_delta(
 
 @triton.jit
 def probs_and_grad(
-    products, grad_probs, row_lse, row_delta, visible, b, head, positions, keys, shift, scale, score_operands,
-    MASKED: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    products, grad_probs, row_lse, row_delta, b, head, positions, keys, shift, scale, score_operands,
+    SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
 ):  # fmt: skip
     """(P, dS before the score modifiers) of one tile in either orientation: ``positions``, ``keys``, ``row_lse`` and
-    ``row_delta`` come with the axes they broadcast along."""
+    ``row_delta`` come with the axes they broadcast along. Where a key is hidden the caller puts 0 in their place: they,
+    a modifier and its derivative may be infinite or NaN there."""
     plain = products * scale
     scores = plain
     if SCORE is not None:
         scores = SCORE(plain, b, head, positions, keys, shift, score_operands).to(tl.float32)
     probs = tl.math.exp2(scores * LOG2E - row_lse)
-    if MASKED:
-        probs = tl.where(visible, probs, 0.0)
     grad = probs * (grad_probs - row_delta)
     if SCORE is not None:
         slope = SCORE_GRAD(plain, b, head, positions, keys, shift, score_operands)
         grad = grad * slope.to(tl.float32)
-    if MASKED:
-        grad = tl.where(visible, grad, 0.0)  # a modifier may be infinite, or its derivative NaN, where it is hidden
     return probs, grad
 
 
@@ -128,22 +127,17 @@ def grad_kv(
         start, full_start, full_end, stop = visited_tiles(
             0, rows_q, kv_tile * TILE_KV, last_key, -high, -low, tile_map, b, head, kv_tile, TILE_Q, RIGHT, LEFT, MASK
         )
-        for run in tl.static_range(3):
-            run_start, run_stop = run_of(run, start, full_start, full_end, stop, tile_map is not None)
-            tiles = None
-            if tile_map is not None:
-                tiles = tile_map[3] if run == 1 else tile_map[1]
-            if run == 1 or (run == 0 and RIGHT and MASK is None) or (run == 2 and (LEFT or TAIL or MASK is not None)):
-                acc_k, acc_v = gather_queries(
-                    acc_k, acc_v, k_tile, v_tile, q + q_start + wide_head * q_strides[1],
-                    grad_out + grad_start + wide_head * grad_out_strides[1],
-                    lse2 + lse_start + wide_head * lse_strides[1], delta + lse_start + wide_head * lse_strides[1],
-                    tiles, run_start, run_stop, b, head, keys, rows_q, keys_kv, low, high, scale,
-                    score_operands, mask_operands,
-                    q_strides[2], grad_out_strides[2], lse_strides[2],
-                    TILE_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, run != 1,
-                    SCORE, SCORE_GRAD, MASK, PRECISION,
-                )  # fmt: skip
+        for loop in tl.static_range(2 if TAIL else 1):
+            first_place, stop_place = loop_of(loop, start, stop, TAIL)
+            acc_k, acc_v = gather_queries(
+                acc_k, acc_v, k_tile, v_tile, q + q_start + wide_head * q_strides[1],
+                grad_out + grad_start + wide_head * grad_out_strides[1],
+                lse2 + lse_start + wide_head * lse_strides[1], delta + lse_start + wide_head * lse_strides[1],
+                tile_map, first_place, full_start, full_end, stop_place, b, head, keys, rows_q, keys_kv, low, high,
+                scale, score_operands, mask_operands, q_strides[2], grad_out_strides[2], lse_strides[2],
+                TILE_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, loop == 1,
+                SCORE, SCORE_GRAD, MASK, PRECISION,
+            )  # fmt: skip
     store_tile(
         grad_k + grad_k_start + h * grad_k_strides[1],
         wide * grad_k_strides[2],
@@ -159,22 +153,21 @@ def grad_kv(
 
 @triton.jit
 def gather_queries(
-    acc_k, acc_v, k_tile, v_tile, q, grad_out, lse2, delta, tiles, first_tile, last_tile,
+    acc_k, acc_v, k_tile, v_tile, q, grad_out, lse2, delta, tile_map, first_place, full_start, full_end, stop_place,
     b, head, keys, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, q_row, grad_row, lse_row,
     TILE_Q: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    MASKED: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What Q tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one) add to dK and dV."""
-    for index in range(first_tile, last_tile):
-        tile = index if tiles is None else tl.load(tiles + index)
-        start = tile * TILE_Q
+    """What the Q tiles that ``visited_tiles`` found add to dK and dV."""
+    for place in range(first_place, stop_place):
+        start = tile_at(place, tile_map) * TILE_Q
         lanes = tl.arange(0, TILE_Q)
         positions = start + lanes
         valid = positions < seq_q
         far = start.to(tl.int64)
-        q_tile = load_tile(q + far * q_row, offsets_of(lanes, q_row, WIDE), valid, HEAD_DIM, BLOCK_D, MASKED)
-        if MASKED:
+        q_tile = load_tile(q + far * q_row, offsets_of(lanes, q_row, WIDE), valid, HEAD_DIM, BLOCK_D, TAIL)
+        if TAIL:
             row_lse = tl.load(lse2 + far * lse_row + lanes * lse_row, mask=valid, other=float("inf"))
             row_delta = tl.load(delta + far * lse_row + lanes * lse_row, mask=valid, other=0.0)
         else:
@@ -182,19 +175,19 @@ def gather_queries(
             row_delta = tl.load(delta + far * lse_row + lanes * lse_row)
         products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         d_tile = load_tile(
-            grad_out + far * grad_row, offsets_of(lanes, grad_row, WIDE), valid, HEAD_DIM_V, BLOCK_DV, MASKED
+            grad_out + far * grad_row, offsets_of(lanes, grad_row, WIDE), valid, HEAD_DIM_V, BLOCK_DV, TAIL
         )
         grad_probs = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)
-        visible = None
-        if MASKED:
-            visible = tl.trans(inside(positions, keys, seq_kv, low, high, LEFT, RIGHT))
-            if MASK is not None:
-                visible = visible & MASK(b, head, positions[None, :], keys[:, None], seq_kv - seq_q, mask_operands)
         probs, grad = probs_and_grad(
-            products, grad_probs, row_lse[None, :], row_delta[None, :], visible,
-            b, head, positions[None, :], keys[:, None], seq_kv - seq_q, scale, score_operands,
-            MASKED, SCORE, SCORE_GRAD,
+            products, grad_probs, row_lse[None, :], row_delta[None, :],
+            b, head, positions[None, :], keys[:, None], seq_kv - seq_q, scale, score_operands, SCORE, SCORE_GRAD,
         )  # fmt: skip
+        if LEFT or RIGHT or TAIL or MASK is not None:
+            if in_part(place, full_start, full_end, RIGHT and MASK is None):
+                visible = tl.trans(inside(positions, keys, seq_kv, low, high, LEFT, RIGHT))
+                if MASK is not None:
+                    visible = visible & MASK(b, head, positions[None, :], keys[:, None], seq_kv - seq_q, mask_operands)
+                probs, grad = tl.where(visible, probs, 0.0), tl.where(visible, grad, 0.0)
         acc_v = tl.dot(probs.to(d_tile.dtype), d_tile, acc_v, input_precision=PRECISION)
         acc_k = tl.dot(grad.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
     return acc_k, acc_v
@@ -248,19 +241,15 @@ def grad_q(
     start, full_start, full_end, stop = visited_tiles(
         0, keys_kv, row_tile * TILE_Q, last, low, high, tile_map, b, head, row_tile, TILE_KV, LEFT, RIGHT, MASK
     )
-    for run in tl.static_range(3):
-        run_start, run_stop = run_of(run, start, full_start, full_end, stop, tile_map is not None)
-        tiles = None
-        if tile_map is not None:
-            tiles = tile_map[3] if run == 1 else tile_map[1]
-        if run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
-            acc = gather_keys(
-                acc, q_tile, d_tile, row_lse, row_delta, k + k_start + kv_head * k_strides[1],
-                v + v_start + kv_head * v_strides[1], tiles, run_start, run_stop, b, head, positions,
-                rows_q, keys_kv, low, high, scale, score_operands, mask_operands, k_strides[2], v_strides[2],
-                TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, run != 1,
-                SCORE, SCORE_GRAD, MASK, PRECISION,
-            )  # fmt: skip
+    for loop in tl.static_range(2 if TAIL else 1):
+        first_place, stop_place = loop_of(loop, start, stop, TAIL)
+        acc = gather_keys(
+            acc, q_tile, d_tile, row_lse, row_delta, k + k_start + kv_head * k_strides[1],
+            v + v_start + kv_head * v_strides[1], tile_map, first_place, full_start, full_end, stop_place,
+            b, head, positions, rows_q, keys_kv, low, high, scale, score_operands, mask_operands,
+            k_strides[2], v_strides[2], TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, loop == 1,
+            SCORE, SCORE_GRAD, MASK, PRECISION,
+        )  # fmt: skip
     store_tile(
         grad_q + grad_q_start + h * grad_q_strides[1], wide * grad_q_strides[2], valid, acc * scale, HEAD_DIM, BLOCK_D
     )
@@ -268,33 +257,32 @@ def grad_q(
 
 @triton.jit
 def gather_keys(
-    acc, q_tile, d_tile, row_lse, row_delta, k, v, tiles, first_tile, last_tile,
+    acc, q_tile, d_tile, row_lse, row_delta, k, v, tile_map, first_place, full_start, full_end, stop_place,
     b, head, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_row, v_row,
     TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    MASKED: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What KV tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one) add to dQ / scale."""
-    for index in range(first_tile, last_tile):
-        tile = index if tiles is None else tl.load(tiles + index)
-        start = tile * TILE_KV
+    """What the KV tiles that ``visited_tiles`` found add to dQ / scale."""
+    for place in range(first_place, stop_place):
+        start = tile_at(place, tile_map) * TILE_KV
         lanes = tl.arange(0, TILE_KV)
         keys = start + lanes
         present, far = keys < seq_kv, start.to(tl.int64)
-        k_tile = load_tile(k + far * k_row, offsets_of(lanes, k_row, WIDE), present, HEAD_DIM, BLOCK_D, MASKED)
-        v_tile = load_tile(v + far * v_row, offsets_of(lanes, v_row, WIDE), present, HEAD_DIM_V, BLOCK_DV, MASKED)
+        k_tile = load_tile(k + far * k_row, offsets_of(lanes, k_row, WIDE), present, HEAD_DIM, BLOCK_D, TAIL)
+        v_tile = load_tile(v + far * v_row, offsets_of(lanes, v_row, WIDE), present, HEAD_DIM_V, BLOCK_DV, TAIL)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         grad_probs = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)
-        visible = None
-        if MASKED:
-            visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
-            if MASK is not None:
-                visible = visible & MASK(b, head, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
         _, grad = probs_and_grad(
-            products, grad_probs, row_lse, row_delta, visible,
-            b, head, positions[:, None], keys[None, :], seq_kv - seq_q, scale, score_operands,
-            MASKED, SCORE, SCORE_GRAD,
+            products, grad_probs, row_lse, row_delta,
+            b, head, positions[:, None], keys[None, :], seq_kv - seq_q, scale, score_operands, SCORE, SCORE_GRAD,
         )  # fmt: skip
+        if LEFT or RIGHT or TAIL or MASK is not None:
+            if in_part(place, full_start, full_end, LEFT and MASK is None):
+                visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
+                if MASK is not None:
+                    visible = visible & MASK(b, head, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
+                grad = tl.where(visible, grad, 0.0)
         acc = tl.dot(grad.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     return acc
 

@@ -62,9 +62,9 @@ class Modifiers:
 
 
 def map_arguments(found: tilemap.TileMap) -> tuple[Any, ...]:
-    """The lists of a tile map, and how many of its rows lie between batches and between heads (0 if they share)."""
-    lists = (found.partial.offsets, found.partial.tiles, found.full.offsets, found.full.tiles)
-    return (*lists, found.tiles_q * found.heads if found.batch > 1 else 0, found.tiles_q if found.heads > 1 else 0)
+    """The list of a tile map, and how many of its rows lie between batches and between heads (0 if they share)."""
+    by_batch, by_head = found.tiles_q * found.heads, found.tiles_q
+    return (*found.visited, by_batch if found.batch > 1 else 0, by_head if found.heads > 1 else 0)
 
 
 def bounds(problem: Problem) -> dict[str, Any]:

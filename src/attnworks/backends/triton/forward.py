@@ -18,12 +18,14 @@ from attnworks.backends.triton.parts import (
     LN2,
     LOG2E,
     diagonals,
+    in_part,
     inside,
     load_tile,
+    loop_of,
     offsets_of,
-    run_of,
     sequence,
     store_tile,
+    tile_at,
     visited_tiles,
 )
 
@@ -111,19 +113,15 @@ def forward(
     start, full_start, full_end, stop = visited_tiles(
         begin, end, first_position, last_position, low, high, tile_map, b, head, row_tile, TILE_KV, LEFT, RIGHT, MASK
     )
-    # Three runs over tiles: seen in part at the window's left edge, seen whole, seen in part at the right edge.
-    for run in tl.static_range(3):
-        run_start, run_stop = run_of(run, start, full_start, full_end, stop, tile_map is not None)
-        tiles = None
-        if tile_map is not None:
-            tiles = tile_map[3] if run == 1 else tile_map[1]
-        if run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
-            acc, running_sum, running_max = attend(
-                acc, running_sum, running_max, q_tile, k_head, v_head, table, tiles, run_start, run_stop,
-                b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
-                k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS,
-                LEFT, RIGHT, run != 1, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
-            )  # fmt: skip
+    for loop in tl.static_range(2 if TAIL else 1):
+        first_place, stop_place = loop_of(loop, start, stop, TAIL)
+        acc, running_sum, running_max = attend(
+            acc, running_sum, running_max, q_tile, k_head, v_head, table, tile_map,
+            first_place, full_start, full_end, stop_place,
+            b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
+            k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS,
+            LEFT, RIGHT, loop == 1, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
+        )  # fmt: skip
 
     if sink is not None and not SPLITS:
         acc, running_sum, running_max = add_sink(acc, running_sum, running_max, sink, heads_q, valid)
@@ -141,20 +139,20 @@ def forward(
 
 @triton.jit
 def attend(
-    acc, running_sum, running_max, q, k_head, v_head, table, tiles, first_tile, last_tile,
+    acc, running_sum, running_max, q, k_head, v_head, table, tile_map, first_place, full_start, full_end, stop_place,
     b, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides, v_strides,
     TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over KV tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one)."""
+    """The online softmax over the KV tiles that ``visited_tiles`` found, from first_place to stop_place - 1. Those seen
+    whole and in part go through one loop: a second would have to fill its pipeline anew."""
     k_row = k_strides[2]
     v_row = k_row if EQUAL_ROWS else v_strides[2]  # one set of offsets for both saves registers
-    for index in range(first_tile, last_tile):
-        tile = index if tiles is None else tl.load(tiles + index)
-        start = tile * TILE_KV
+    for place in range(first_place, stop_place):
+        start = tile_at(place, tile_map) * TILE_KV
         lanes = tl.arange(0, TILE_KV)
         keys = start + lanes
         present = keys < seq_kv
@@ -173,10 +171,10 @@ def attend(
                 k_tile, v_tile = k_head, v_head
                 k_offsets = pages * k_strides[0] + (keys % PAGE).to(tl.int64) * k_row
                 v_offsets = pages * v_strides[0] + (keys % PAGE).to(tl.int64) * v_row
-        k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, MASKED).to(q.dtype)
+        k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, TAIL).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if REST:
-            k_rest = load_tile(k_tile + HEAD_DIM, k_offsets, present, REST, BLOCK_REST, MASKED).to(q.dtype)
+            k_rest = load_tile(k_tile + HEAD_DIM, k_offsets, present, REST, BLOCK_REST, TAIL).to(q.dtype)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         if not FOLDED:
             scores = scores * scale
@@ -185,11 +183,12 @@ def attend(
                     tl.float32
                 )
             scores = scores * LOG2E
-        if MASKED:
-            visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
-            if MASK is not None:
-                visible = visible & MASK(b, heads, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
-            scores = tl.where(visible, scores, -float("inf"))
+        if LEFT or RIGHT or TAIL or MASK is not None:
+            if in_part(place, full_start, full_end, LEFT and MASK is None):
+                visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
+                if MASK is not None:
+                    visible = visible & MASK(b, heads, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
+                scores = tl.where(visible, scores, -float("inf"))
         # Folded, the scale is one more factor in the exponential's argument, which a fused multiply-add takes along.
         factor = scale * LOG2E if FOLDED else 1.0
         new_max = tl.maximum(running_max, tl.max(scores, 1) * factor)
@@ -198,7 +197,7 @@ def attend(
         alpha = tl.math.exp2(running_max - shift)
         running_sum = running_sum * alpha + tl.sum(probs, 1)
         running_max = new_max
-        v = load_tile(v_tile, v_offsets, present, HEAD_DIM_V, BLOCK_DV, MASKED).to(q.dtype)
+        v = load_tile(v_tile, v_offsets, present, HEAD_DIM_V, BLOCK_DV, TAIL).to(q.dtype)
         acc = tl.dot(probs.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, running_sum, running_max
 

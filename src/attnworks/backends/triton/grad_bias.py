@@ -71,10 +71,10 @@ def grad_bias(
                     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     grad_probs = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)
                     _probs, grad_scores = probs_and_grad(
-                        products, grad_probs, row_lse, row_delta, visible, b, head, at_q, at_k, keys_kv - rows_q, scale,
-                        score_operands, True, SCORE, SLOPE,
+                        products, grad_probs, row_lse, row_delta, b, head, at_q, at_k, keys_kv - rows_q, scale,
+                        score_operands, SCORE, SLOPE,
                     )  # fmt: skip
-                    acc += grad_scores
+                    acc += tl.where(visible, grad_scores, 0.0)
     b_at = 0 if OVER_B else own_b.to(tl.int64) * bias_strides[0]
     h_at = 0 if OVER_H else own_h.to(tl.int64) * bias_strides[1]
     at_q = own_q * TILE_Q + tl.arange(0, TILE_Q)
