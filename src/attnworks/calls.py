@@ -3,13 +3,14 @@ here, so that an eager and a traced call are checked and chosen alike."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnworks import cache, masks, prepared, problem, scores
-from attnworks.backends import Launcher
+from attnworks.backends import Launcher, ReadsLengths
 from attnworks.cache import Rotary
 from attnworks.masks import MaskSpec, UserMask
 from attnworks.plan import Plan
@@ -233,18 +234,41 @@ def decode(
     validate: bool,
     watchers: Watchers | None = None,
 ) -> Call:
-    """The caches are written once every check has passed, q is turned."""
-    q = last_contiguous(q, "q")
-    cache.check_are_caches(k_cache, v_cache)
-    q, k_new, v_new = autocast_decode(q, k_cache, k_new, v_new)
-    mask_spec, mask_operands = masks.split(mask)
-    score_spec, score_operands = _split_scores(scores)
+    """The caches are written once every check has passed, q is turned.
+
+    A cache of a few thousand keys is read in a millisecond, and between two calls a program's other work evicts all of
+    this: then every function that is entered costs 20 µs, and every operation of torch 100. So there are few of both on
+    the way of a call without extras.
+    """
+    try:
+        q_strides, k_strides, v_strides = q.stride(), k_cache.stride(), v_cache.stride()
+        lens_strides = kv_lens.stride()
+        if q_strides[-1] != 1:
+            q = last_contiguous(q)
+            q_strides = q.stride()
+        if q.dtype is not k_cache.dtype:
+            q, k_new, v_new = autocast_decode(q, k_cache, k_new, v_new)
+            q_strides = q.stride()
+        # fmt: off
+        tensors: Hashable = (
+            q.shape, k_cache.shape, v_cache.shape, q_strides, k_strides, v_strides, q.dtype, k_cache.dtype,
+            v_cache.dtype, q.device, k_cache.device, v_cache.device, kv_lens.shape, kv_lens.dtype, kv_lens.device,
+        )
+        # fmt: on
+    except (AttributeError, RuntimeError, IndexError):
+        q = last_contiguous(q, "q")
+        cache.check_are_caches(k_cache, v_cache)
+        tensors = lens_strides = None  # what is wrong with the others the checks will name
+    plain = page_table is None and k_new is None and v_new is None and rotary is None
+    extras: Hashable = None
+    if not plain or k_scale is not None or v_scale is not None:
+        extras = prepared.signature(page_table, k_new, v_new, k_scale, v_scale), torch.is_grad_enabled()
+    mask_spec, mask_operands = ((), ()) if mask is None else masks.split(mask)
+    score_spec, score_operands = ((), ()) if scores == () else _split_scores(scores)
     watchers = watched(q, k_cache, v_cache, score_operands) if watchers is None else watchers
     # fmt: off
     key = (
-        prepared.signature(q, k_cache, v_cache, kv_lens, page_table, k_new, v_new, k_scale, v_scale),
-        torch.is_grad_enabled(), watchers, mask_spec, score_spec,
-        scale, return_lse, batch_invariant, backend, plan,
+        tensors, extras, watchers, mask_spec, score_spec, scale, return_lse, batch_invariant, backend, plan,
         type(scale), type(return_lse), type(batch_invariant),
     )
     # fmt: on
@@ -274,18 +298,28 @@ def decode(
             batch_invariant=batch_invariant,
         )
         launch = prepared.prepare(key, described, backend, plan)
-    positions = None
-    if rotary is not None:
-        cache.check_rotary(rotary, q)
-        positions = rotary.cos.shape[0]
-    new = 0 if k_new is None else k_new.shape[1]
-    capacity, pages, page_size = cache.extent(k_cache, page_table)
-    values = validate or q.device.type == "cpu"
-    lens, table = cache.read_lengths(kv_lens, page_table, capacity, new, pages, page_size, positions, values=values)
-    q, totals = cache.append_new(q, k_cache, v_cache, lens, table, k_new, v_new, rotary)
-    k_cache, v_cache = last_contiguous(k_cache), last_contiguous(v_cache)
-    lengths = {"kv_lens": totals, "page_table": table, "k_scale": k_scale, "v_scale": v_scale}
-    return launch, Operands(q, k_cache, v_cache, mask_operands, score_operands, **lengths)
+    totals, table = kv_lens, None
+    if not (
+        plain
+        and isinstance(launch, ReadsLengths)
+        and type(kv_lens) is Tensor
+        and kv_lens.dtype is torch.int64
+        and lens_strides == (1,)
+    ):
+        positions = None
+        if rotary is not None:
+            cache.check_rotary(rotary, q)
+            positions = rotary.cos.shape[0]
+        new = 0 if k_new is None else k_new.shape[1]
+        capacity, pages, page_size = cache.extent(k_cache, page_table)
+        values = validate or q.device.type == "cpu"
+        lens, table = cache.read_lengths(kv_lens, page_table, capacity, new, pages, page_size, positions, values=values)
+        q, totals = cache.append_new(q, k_cache, v_cache, lens, table, k_new, v_new, rotary)
+    if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
+        k_cache, v_cache = last_contiguous(k_cache), last_contiguous(v_cache)
+    return launch, Operands(
+        q, k_cache, v_cache, mask_operands, score_operands, None, None, totals, table, k_scale, v_scale
+    )
 
 
 # dense()'s and its siblings' parameter ``scores`` hides the module of that name.
