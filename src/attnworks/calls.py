@@ -252,7 +252,8 @@ def decode(
         # fmt: off
         tensors: Hashable = (
             q.shape, k_cache.shape, v_cache.shape, q_strides, k_strides, v_strides, q.dtype, k_cache.dtype,
-            v_cache.dtype, q.device, k_cache.device, v_cache.device, kv_lens.shape, kv_lens.dtype, kv_lens.device,
+            v_cache.dtype, q.device, k_cache.device, v_cache.device, q.layout, k_cache.layout, v_cache.layout,
+            kv_lens.shape, kv_lens.dtype, kv_lens.device,
         )
         # fmt: on
     except (AttributeError, RuntimeError, IndexError):
