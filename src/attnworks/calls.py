@@ -273,31 +273,15 @@ def decode(
         type(scale), type(return_lse), type(batch_invariant),
     )
     # fmt: on
-    launch = prepared.lookup(key) if validate is False else None
+    launch = prepared.lookup(key) if validate is False and tensors is not None else None
     if launch is None:
         problem.check_flags(validate=validate, return_lse=return_lse, batch_invariant=batch_invariant)
-        sizes, page_size = cache.decode_sizes(q, k_cache, v_cache, page_table)
-        cache.check_lengths_and_table(kv_lens, page_table, sizes.batch, q)
-        kv_dtype = cache.check_cache_dtypes(q, k_cache, v_cache, k_scale, v_scale)
-        cache.check_new_keys(q, k_cache, v_cache, k_new, v_new, sizes)
-        described = _problem(
-            sizes,
-            q,
-            (mask_spec, mask_operands),
-            (score_spec, score_operands),
-            scale,
-            watchers,
-            form="decode",
-            q_strides=strides_of(q, "bshd"),
-            k_strides=strides_of(last_contiguous(k_cache), "bshd"),
-            v_strides=strides_of(last_contiguous(v_cache), "bshd"),
-            layout="bshd",
-            kv_dtype=kv_dtype,
-            page_size=page_size,
-            return_lse=return_lse,
-            deterministic=False,
-            batch_invariant=batch_invariant,
+        # fmt: off
+        described = _decode_problem(
+            q, k_cache, v_cache, kv_lens, page_table, k_new, v_new, k_scale, v_scale, (mask_spec, mask_operands),
+            (score_spec, score_operands), scale, return_lse, batch_invariant, watchers,
         )
+        # fmt: on
         launch = prepared.prepare(key, described, backend, plan)
     totals, table = kv_lens, None
     if not (
@@ -320,6 +304,49 @@ def decode(
         k_cache, v_cache = last_contiguous(k_cache), last_contiguous(v_cache)
     return launch, Operands(
         q, k_cache, v_cache, mask_operands, score_operands, None, None, totals, table, k_scale, v_scale
+    )
+
+
+def _decode_problem(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_lens: Tensor,
+    page_table: Tensor | None,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    mask: tuple[MaskSpec, tuple[Tensor, ...]],
+    modifiers: tuple[ScoreSpec, tuple[Tensor, ...]],
+    scale: float | None,
+    return_lse: bool,
+    batch_invariant: bool,
+    watchers: Watchers,
+) -> Problem:
+    """The Problem of a decode call, everything checked but the values of kv_lens and page_table."""
+    cache.check_are_caches(k_cache, v_cache)
+    sizes, page_size = cache.decode_sizes(q, k_cache, v_cache, page_table)
+    cache.check_lengths_and_table(kv_lens, page_table, sizes.batch, q)
+    kv_dtype = cache.check_cache_dtypes(q, k_cache, v_cache, k_scale, v_scale)
+    cache.check_new_keys(q, k_cache, v_cache, k_new, v_new, sizes)
+    return _problem(
+        sizes,
+        q,
+        mask,
+        modifiers,
+        scale,
+        watchers,
+        form="decode",
+        q_strides=strides_of(q, "bshd"),
+        k_strides=strides_of(last_contiguous(k_cache), "bshd"),
+        v_strides=strides_of(last_contiguous(v_cache), "bshd"),
+        layout="bshd",
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        return_lse=return_lse,
+        deterministic=False,
+        batch_invariant=batch_invariant,
     )
 
 
