@@ -50,6 +50,47 @@ struct ForwardTask {
   int64_t seq_q, seq_kv, row_begin, row_end;
 };
 
+// Everything of the forward, and where the cotangent is and the gradients go. out and lse are those that the forward gave; d_lse, a cotangent
+// of the LSE, has lse's strides. tile_q, tile_kv are the backward's own.
+struct BackwardProblem : ForwardProblem {
+  Strides d_out, d_q, d_k, d_v;
+};
+
+constexpr int64_t MAX_BACKWARD_TILE_Q = 192, MAX_BACKWARD_TILE_KV = 256;  // larger tiles are cut to these
+
+// Rows [row_begin, row_end) of one head, at most a tile of them. The pointers are at row 0 of this sequence and head. d_lse may be null.
+// lse2, delta and d_q_sum are the backward's own: lse2 the LSE in base 2 (+inf for a row that sees no key, so that its probs are 0), delta
+// rowsum(dO * O) less the LSE's cotangent, both one number a row; d_q_sum dQ / scale in fp32, in rows of d_q_sum_row() floats that are filled
+// up to whole micro-blocks.
+struct BackwardRows {
+  const void *q, *out, *d_out;
+  const float *lse, *d_lse;
+  float *lse2, *delta, *d_q_sum;
+  void* d_q;
+  int64_t row_begin, row_end;
+};
+
+// One tile of keys [key_begin, key_end) of one KV head; the pointers are at row 0 of this sequence and head. d_k, d_v may be null.
+struct BackwardKeys {
+  const void *k, *v;
+  void *d_k, *d_v;
+  int64_t seq_q, seq_kv, key_begin, key_end;
+};
+
+// The steps of a backward. Who takes them in which order is the scheduler's business: see schedule_backward.cpp. Scratch holds a tile of keys
+// from begin to store_keys.
+struct BackwardKernels {
+  size_t (*scratch)(const BackwardProblem&);     // bytes
+  int64_t (*d_q_sum_row)(const BackwardProblem&);  // floats
+  void (*row_sums)(const BackwardProblem&, const BackwardRows&);  // lse2 and delta
+  void (*begin)(const BackwardProblem&, const BackwardKeys&, void* scratch);
+  void (*add_rows)(const BackwardProblem&, const BackwardKeys&, const BackwardRows&, void* scratch);  // what these rows add to dK and dV
+  // d_q_sum becomes (first) or grows by what this tile of keys adds to dQ of the rows that add_rows was called with last.
+  void (*add_d_q)(const BackwardProblem&, const BackwardKeys&, const BackwardRows&, bool first, void* scratch);
+  void (*store_keys)(const BackwardProblem&, const BackwardKeys&, void* scratch);  // d_k and d_v
+  void (*store_d_q)(const BackwardProblem&, const BackwardRows&, bool any);        // from d_q_sum; zeros if no tile added anything
+};
+
 struct DecodeProblem {
   DType dtype;
   int64_t batch, seq_q, heads_q, heads_kv, head_dim, head_dim_v;
@@ -93,6 +134,8 @@ struct Kernels {
   // order of their keys.
   // splits may be 0 (no visible key: out 0, lse -inf).
   void (*decode_merge)(const DecodeProblem&, const DecodeTask&, const float* partials, int64_t splits);
+
+  BackwardKernels backward;  // of amx_bf16 empty: it has no tiles of its own there, avx512_bf16 is for the same CPUs
 
   double (*flops)(DType, int64_t iterations);               // runs that many rounds of independent multiply-adds; FLOPs done
   float (*read)(const void* memory, int64_t bytes);         // reads every byte once; the sum keeps the compiler honest

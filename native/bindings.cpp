@@ -73,6 +73,24 @@ struct Forward {
   }
 };
 
+struct BackwardCall {
+  const Kernels& kernels;
+  BackwardProblem problem;
+
+  BackwardCall(const Forward& forward, const StrideList& d_out, const StrideList& d_q, const StrideList& d_k, const StrideList& d_v)
+      : kernels(forward.kernels), problem{forward.problem, strides(d_out), strides(d_q), strides(d_k), strides(d_v)} {
+    if (!kernels.backward.scratch) throw std::invalid_argument(std::string("isa was '") + kernels.isa + "', which has no backward");
+  }
+
+  size_t scratch_bytes() const { return kernels.backward.scratch(problem); }
+  void call(Address q, Address k, Address v, Address out, Address lse, Address d_out, Address d_lse, Address d_q, Address d_k, Address d_v,
+            Address cu_seqlens_q, Address cu_seqlens_kv, int threads) const {
+    const BackwardOperands x = {(const void*)q, (const void*)k, (const void*)v, (const void*)out, (const void*)d_out,
+                                (const float*)lse, (const float*)d_lse, (void*)d_q, (void*)d_k, (void*)d_v};
+    run_backward(kernels, problem, x, (const int64_t*)cu_seqlens_q, (const int64_t*)cu_seqlens_kv, threads);
+  }
+};
+
 struct Decode {
   const Kernels& kernels;
   DecodeProblem problem;
@@ -121,7 +139,7 @@ double peak_flops(const std::string& isa, const std::string& dtype, int threads,
 NB_MODULE(_native, m) {
   using namespace attnworks;
   using release = nb::call_guard<nb::gil_scoped_release>;
-  m.attr("ABI") = 1;
+  m.attr("ABI") = 2;
   m.def("compiled_isas", &compiled_isas, "Instruction sets that were compiled in, best first.");
   m.def("supported_isas", &supported_isas, "Those of them that this CPU runs, best first.");
   nb::class_<Forward>(m, "Forward", "A prefill call with everything but addresses and threads fixed. Strides are (batch, head, row) in elements.")
@@ -134,6 +152,14 @@ NB_MODULE(_native, m) {
       .def("__call__", &Forward::call, "q_ptr"_a, "k_ptr"_a, "v_ptr"_a, "out_ptr"_a, "lse_ptr"_a, "threads"_a, release())
       .def("run_varlen", &Forward::call_varlen, "q_ptr"_a, "k_ptr"_a, "v_ptr"_a, "out_ptr"_a, "lse_ptr"_a, "cu_seqlens_q_ptr"_a,
            "cu_seqlens_kv_ptr"_a, "threads"_a, release());
+  nb::class_<BackwardCall>(m, "Backward",
+                           "The backward of a Forward, whose tiles are the backward's. It need not have run, its results are operands here.")
+      .def(nb::init<const Forward&, const StrideList&, const StrideList&, const StrideList&, const StrideList&>(), "forward"_a,
+           "d_out_strides"_a, "d_q_strides"_a, "d_k_strides"_a, "d_v_strides"_a)
+      .def("scratch_bytes", &BackwardCall::scratch_bytes, "Bytes of scratch that each thread uses.")
+      .def("__call__", &BackwardCall::call, "q_ptr"_a, "k_ptr"_a, "v_ptr"_a, "out_ptr"_a, "lse_ptr"_a, "d_out_ptr"_a, "d_lse_ptr"_a,
+           "d_q_ptr"_a, "d_k_ptr"_a, "d_v_ptr"_a, "cu_seqlens_q_ptr"_a, "cu_seqlens_kv_ptr"_a, "threads"_a, release(),
+           "d_lse_ptr, d_q_ptr, d_k_ptr and d_v_ptr may be 0, as may both cu_seqlens for dense tensors.");
   nb::class_<Decode>(m, "Decode", "A decode call with everything but addresses, page table and threads fixed.")
       .def(nb::init<const std::string&, const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const StrideList&,
                     const StrideList&, const StrideList&, const StrideList&, const StrideList&, int64_t, float, int64_t, int64_t, bool, int64_t>(),

@@ -6,19 +6,10 @@
 #include <vector>
 
 #include "parallel.h"
+#include "schedule_parts.h"
 
 namespace attnworks {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t element_size(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
-
-const void* offset(const void* p, int64_t elements, DType dtype) { return (const char*)p + elements * element_size(dtype); }
-void* offset(void* p, int64_t elements, DType dtype) { return (char*)p + elements * element_size(dtype); }
-
-// Waking the pool costs about as much as this many multiply-adds: smaller calls run on the caller's thread. Results don't depend on it.
-constexpr double WORK_PER_THREAD = 1 << 17;
-int worth_threads(double multiply_adds, int threads) { return (int)std::clamp(multiply_adds / WORK_PER_THREAD, 1.0, (double)std::max(threads, 1)); }
 
 // The row that one sequence and head contributes: its base pointers and lengths, before the rows are chosen.
 ForwardTask head_task(const ForwardProblem& p, const Operands& x, int64_t batch, int64_t head) {

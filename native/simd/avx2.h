@@ -31,6 +31,7 @@ ATTNWORKS_INLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 ATTNWORKS_INLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 ATTNWORKS_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 ATTNWORKS_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+ATTNWORKS_INLINE Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 
 ATTNWORKS_INLINE Vec split_whole(Vec x, Vec& fraction) {
   const Vec magic = set1(12582912.f + 127.f);

@@ -36,6 +36,7 @@ ATTNWORKS_INLINE Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
 ATTNWORKS_INLINE Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
 ATTNWORKS_INLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 ATTNWORKS_INLINE Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
+ATTNWORKS_INLINE Vec min(Vec a, Vec b) { return vminq_f32(a, b); }
 
 ATTNWORKS_INLINE Vec split_whole(Vec x, Vec& fraction) {
   const Vec magic = set1(12582912.f + 127.f);
