@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from attnworks import masks
-from attnworks.backends import BackwardLauncher, Gradients, Launcher, Needs
+from attnworks.backends import BackwardLauncher, Launcher
+from attnworks.backends.cpu.gradients import Backward
 from attnworks.errors import Verdict
 from attnworks.hardware import Hardware
 from attnworks.plan import Plan
-from attnworks.problem import Operands, Problem, Strides, packed_strides, strides_of
+from attnworks.problem import Operands, Problem
 
 NAME = "cpu"
 ABI = 2  # of the native extension this file calls
@@ -162,56 +163,12 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
 
 def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher:
     """The backward has tiles of its own (``_backward_tiles``); of the forward's plan it takes the instruction set."""
-    return _Backward(problem, plan).run
-
-
-class _Backward:
-    def __init__(self, problem: Problem, plan: Plan) -> None:
-        self.problem = problem
-        isa = plan.isa or isas()[0]
-        if isa == "amx_bf16":
-            isa = "avx512_bf16"  # the backward has no products of whole tiles
-        tile_q, tile_kv = _backward_tiles(problem, isa)
-        self.plan = Plan(NAME, "tiled", tile_q=tile_q, tile_kv=tile_kv, isa=isa)
-        # Kernels by the strides of what autograd hands over and of the gradients, which the problem doesn't know.
-        self.kernels: dict[tuple[Strides, ...], Any] = {}
-
-    def run(
-        self, o: Operands, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs
-    ) -> Gradients:
-        inputs, ends = (o.q, o.k, o.v), (o.cu_seqlens_q, o.cu_seqlens_kv, o.cu_seqlens_kv)
-        grads = [_empty_gradient(x) if need else None for x, need in zip(inputs, needs, strict=True)]
-        for grad, cu_seqlens in zip(grads, ends, strict=True):
-            if grad is not None and cu_seqlens is not None:
-                grad[int(cu_seqlens[-1]) :] = 0
-        if self.problem.heads_kv:
-            tensors = (*inputs, out, lse, d_out, d_lse, *grads, *ends[:2])
-            pointers = (0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-            self._kernel(d_out, *grads)(*pointers, torch.get_num_threads())
-        d_q, d_k, d_v = (None if grad is None else _as_empty_like(grad, x) for grad, x in zip(grads, inputs, strict=True))
-        return Gradients(d_q, d_k, d_v, ())
-
-    def _kernel(self, *tensors: Tensor | None) -> Any:
-        """The native kernel for a cotangent and gradients of these strides."""
-        strides = tuple((0, 0, 0) if tensor is None else self._strides(tensor) for tensor in tensors)
-        if strides not in self.kernels:
-            assert _native is not None, "verdict() refuses before"
-            self.kernels[strides] = _native.Backward(_kernel(self.problem, self.plan), *strides)
-        return self.kernels[strides]
-
-    def _strides(self, tensor: Tensor) -> Strides:
-        return packed_strides(tensor) if self.problem.form == "varlen" else strides_of(tensor, self.problem.layout)
-
-
-def _empty_gradient(x: Tensor) -> Tensor:
-    """Memory for a gradient, with a contiguous last dimension: overlapping rows of x give ``empty_like`` another."""
-    like = torch.empty_like(x)
-    return like if like.stride(-1) == 1 or like.shape[-1] == 1 else torch.empty(x.shape, dtype=x.dtype, device="cpu")
-
-
-def _as_empty_like(grad: Tensor, x: Tensor) -> Tensor:
-    like = torch.empty_like(x, device="meta")
-    return grad if grad.stride() == like.stride() else torch.empty_like(x).copy_(grad)
+    isa = plan.isa or isas()[0]
+    if isa == "amx_bf16":
+        isa = "avx512_bf16"  # the backward has no products of whole tiles
+    tile_q, tile_kv = _backward_tiles(problem, isa)
+    tiled = Plan(NAME, "tiled", tile_q=tile_q, tile_kv=tile_kv, isa=isa)
+    return Backward(problem, lambda *strides: _native.Backward(_kernel(problem, tiled), *strides)).run
 
 
 def _kernel(problem: Problem, plan: Plan) -> Any:

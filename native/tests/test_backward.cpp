@@ -1,0 +1,324 @@
+// The backward against a naive one in double precision, on every instruction set that this machine runs. Every buffer ends where its last
+// element ends (for the address sanitizer), and everything in it that is not part of the problem is NaN.
+#include "../schedule.h"
+#include "tensor.h"
+
+using namespace attnworks;
+using namespace attnworks::test;
+
+namespace {
+
+struct Case {
+  Shape shape;
+  DType dtype;
+  Bounds bounds;
+  float scale;
+  int64_t tile_q, tile_kv;
+  Tensor q, k, v, out, d_out, lse, d_lse, d_q, d_k, d_v;
+  std::string label;
+  bool with_d_lse = true;
+
+  Case(const std::string& isa, const Shape& s, DType dtype, Bounds bounds = ALL, int64_t tile_q = 96, int64_t tile_kv = 256, int layout = 0,
+       float scale = 0)
+      : shape(s), dtype(dtype), bounds(bounds), scale(scale != 0 ? scale : 1 / sqrtf((float)s.head_dim)), tile_q(tile_q), tile_kv(tile_kv),
+        q(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim, layout), k(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim, layout),
+        v(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim_v, layout), out(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim_v, layout),
+        d_out(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim_v, (layout + 1) % 3),
+        lse(DType::float32, s.batch, s.heads_q, s.seq_q, 1, layout == 3 ? 0 : layout),
+        d_lse(DType::float32, s.batch, s.heads_q, s.seq_q, 1, layout == 3 ? 0 : layout),
+        d_q(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim, layout), d_k(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim, (layout + 2) % 3),
+        d_v(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim_v, layout) {
+    for (Tensor* x : {&q, &k, &v, &d_out, &d_lse}) x->randomise();
+    label = isa + " " + name(dtype);
+    for (int64_t x : {s.batch, s.heads_q, s.heads_kv, s.seq_q, s.seq_kv, s.head_dim, s.head_dim_v}) label += " " + std::to_string(x);
+    label += " left " + std::to_string(bounds.left) + " right " + std::to_string(bounds.right) + (bounds.top_left ? " top-left" : "") +
+             " tiles " + std::to_string(tile_q) + "x" + std::to_string(tile_kv) + " layout " + std::to_string(layout);
+  }
+  BackwardProblem problem() const {
+    BackwardProblem p = {};
+    static_cast<ForwardProblem&>(p) = {dtype, shape.batch, shape.heads_q, shape.heads_kv, shape.seq_q, shape.seq_kv, shape.head_dim,
+                                       shape.head_dim_v, q.strides, k.strides, v.strides, out.strides, lse.strides, scale, bounds, 192, 256};
+    p.d_out = d_out.strides;
+    p.d_q = d_q.strides;
+    p.d_k = d_k.strides;
+    p.d_v = d_v.strides;
+    return p;
+  }
+  BackwardOperands operands() const {
+    return {q.data(), k.data(), v.data(), out.data(), d_out.data(), (float*)lse.data(), with_d_lse ? (float*)d_lse.data() : nullptr,
+            d_q.data(), d_k.data(), d_v.data()};
+  }
+  void run(const Kernels& kernels, int threads = 2) { run(kernels, problem(), nullptr, nullptr, threads); }
+  void run(const Kernels& kernels, BackwardProblem p, const int64_t* cu_q, const int64_t* cu_kv, int threads) {
+    const Operands forward = {q.data(), k.data(), v.data(), out.data(), (float*)lse.data()};
+    if (cu_q)
+      run_forward_varlen(kernels, p, forward, cu_q, cu_kv, threads);
+    else
+      run_forward(kernels, p, forward, threads);
+    p.tile_q = tile_q;
+    p.tile_kv = tile_kv;
+    run_backward(kernels, p, operands(), cu_q, cu_kv, threads);
+  }
+  std::string result() const { return d_q.bytes() + d_k.bytes() + d_v.bytes(); }
+
+  // Rows [q0, q0 + seq_q) and keys [kv0, kv0 + seq_kv) of one batch entry, which are a problem of their own.
+  void check(int64_t b, int64_t q0, int64_t seq_q, int64_t kv0, int64_t seq_kv) const {
+    for (int64_t h = 0; h < shape.heads_kv; h++) check_head(b, h, q0, seq_q, kv0, seq_kv);
+  }
+  void check() const {
+    for (int64_t b = 0; b < shape.batch; b++) check(b, 0, shape.seq_q, 0, shape.seq_kv);
+  }
+
+ private:
+  // A sum and, for the bound on its error, the sum of its terms' errors: relative (of their magnitudes) and those of S and dS.
+  struct Sums {
+    std::vector<double> value, bound;
+    explicit Sums(int64_t count) : value(count), bound(count) {}
+    void add(int64_t at, double term, double error) {
+      value[at] += term;
+      bound[at] += error;
+    }
+  };
+
+  void check_head(int64_t b, int64_t h_kv, int64_t q0, int64_t seq_q, int64_t kv0, int64_t seq_kv) const {
+    const int64_t group = shape.heads_q / shape.heads_kv, dim = shape.head_dim, dim_v = shape.head_dim_v;
+    Sums sum_k(seq_kv * dim), sum_v(seq_kv * dim_v);
+    for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++)
+      for (int64_t i = 0; i < seq_q; i++) {
+        Sums sum_q(dim);
+        add_row(b, h, h_kv, q0 + i, i + (bounds.top_left ? 0 : seq_kv - seq_q), kv0, seq_kv, sum_q, sum_k, sum_v);
+        for (int64_t c = 0; c < dim; c++) compare("dq", h, q0 + i, c, d_q.value(b, h, q0 + i, c), sum_q, c);
+      }
+    for (int64_t j = 0; j < seq_kv; j++) {
+      for (int64_t c = 0; c < dim; c++) compare("dk", h_kv, kv0 + j, c, d_k.value(b, h_kv, kv0 + j, c), sum_k, j * dim + c);
+      for (int64_t c = 0; c < dim_v; c++) compare("dv", h_kv, kv0 + j, c, d_v.value(b, h_kv, kv0 + j, c), sum_v, j * dim_v + c);
+    }
+  }
+
+  // What one row adds to the gradients.
+  void add_row(int64_t b, int64_t h, int64_t h_kv, int64_t row, int64_t origin, int64_t kv0, int64_t seq_kv, Sums& sum_q, Sums& sum_k,
+               Sums& sum_v) const {
+    const int64_t begin = std::max<int64_t>(0, origin - bounds.left), end = std::min(seq_kv, origin + bounds.right + 1);
+    if (begin >= end) return;
+    std::vector<double> probs, sizes, d_probs, d_sizes;
+    double highest = -INFINITY, sum = 0, delta = 0, delta_size = 0;
+    for (int64_t j = begin; j < end; j++) {
+      double score = 0, size = 0, d_prob = 0, d_size = 0;
+      for (int64_t c = 0; c < shape.head_dim; c++) {
+        const double term = scale * q.value(b, h, row, c) * k.value(b, h_kv, kv0 + j, c);
+        score += term;
+        size += fabs(term);
+      }
+      for (int64_t c = 0; c < shape.head_dim_v; c++) {
+        const double term = d_out.value(b, h, row, c) * v.value(b, h_kv, kv0 + j, c);
+        d_prob += term;
+        d_size += fabs(term);
+      }
+      probs.push_back(score);
+      sizes.push_back(size);
+      d_probs.push_back(d_prob);
+      d_sizes.push_back(d_size);
+      highest = std::max(highest, score);
+    }
+    for (double& p : probs) sum += p = exp(p - highest);
+    for (size_t n = 0; n < probs.size(); n++) {
+      probs[n] /= sum;
+      delta += probs[n] * d_probs[n];
+      delta_size += probs[n] * d_sizes[n];
+    }
+    const double through_lse = with_d_lse ? d_lse.value(b, h, row, 0) : 0, u = roundoff(dtype);
+    for (size_t n = 0; n < probs.size(); n++) {
+      const int64_t j = begin + (int64_t)n;
+      const double d_score = scale * probs[n] * (d_probs[n] - delta + through_lse), error = 8 * (u + 0x1p-24 * sizes[n]);
+      const double d_error = error * scale * probs[n] * (d_sizes[n] + delta_size + fabs(through_lse));
+      for (int64_t c = 0; c < shape.head_dim; c++) {
+        const double x = k.value(b, h_kv, kv0 + j, c), y = q.value(b, h, row, c);
+        sum_q.add(c, d_score * x, d_error * fabs(x));
+        sum_k.add(j * shape.head_dim + c, d_score * y, d_error * fabs(y));
+      }
+      for (int64_t c = 0; c < shape.head_dim_v; c++) {
+        const double x = d_out.value(b, h, row, c);
+        sum_v.add(j * shape.head_dim_v + c, probs[n] * x, error * probs[n] * fabs(x));
+      }
+    }
+  }
+
+  void compare(const char* what, int64_t head, int64_t row, int64_t column, double got, const Sums& sums, int64_t at) const {
+    const double expected = sums.value[at], bound = sums.bound[at] + 1e-7;
+    expect(fabs(got - expected) <= bound, label + ": " + what + " of head " + std::to_string(head) + " row " + std::to_string(row) + " column " +
+                                              std::to_string(column) + " was " + std::to_string(got) + ", must be " + std::to_string(expected) +
+                                              " within " + std::to_string(bound));
+  }
+};
+
+void shapes(const Kernels& kernels) {
+  const Shape list[] = {{1, 1, 1, 1, 1, 1, 1},      {2, 4, 2, 37, 70, 64, 64},  {1, 6, 2, 13, 95, 33, 65}, {1, 2, 1, 70, 7, 24, 7},
+                        {1, 1, 1, 110, 300, 20, 16}, {1, 1, 1, 9, 40, 288, 257}, {1, 3, 3, 31, 64, 40, 16}};
+  const Bounds bounds[] = {ALL, CAUSAL, {UNLIMITED, 0, true}, {5, 3, false}, {40, 0, true}, {0, 0, false}, {0, UNLIMITED, false}};
+  const int64_t tiles[][2] = {{96, 256}, {1, 1}, {50, 33}, {1 << 30, 1 << 30}, {24, 48}};
+  int layout = 0;
+  for (DType dtype : DTYPES)
+    for (const Shape& shape : list)
+      for (const Bounds& b : bounds) {
+        const int64_t* tile = tiles[layout % 5];
+        Case x(kernels.isa, shape, dtype, b, tile[0], tile[1], layout % 3, layout % 7 == 4 ? -0.4f : 0);
+        x.with_d_lse = layout++ % 2;
+        x.run(kernels);
+        x.check();
+      }
+  Case backwards(kernels.isa, {1, 2, 2, 20, 40, 48, 32}, DType::float32, CAUSAL, 96, 256, 3);
+  backwards.run(kernels);
+  backwards.check();
+}
+
+void nothing_to_do(const Kernels& kernels) {
+  for (const Shape& shape : {Shape{0, 2, 2, 5, 5, 8, 8}, Shape{2, 0, 1, 5, 5, 8, 8}, Shape{2, 2, 2, 0, 5, 8, 8}, Shape{1, 2, 1, 4, 0, 8, 8}}) {
+    Case x(kernels.isa, shape, DType::float32);
+    x.run(kernels);
+    x.check();  // no rows: dK and dV 0; no keys: dQ 0
+  }
+}
+
+// Same bits whatever the number of threads and the rest of the batch: also where all tiles of keys are of one head, and take turns.
+void same_bits(const Kernels& kernels) {
+  for (DType dtype : DTYPES)
+    for (const Shape& shape : {Shape{2, 4, 2, 130, 150, 24, 40}, Shape{1, 1, 1, 200, 330, 16, 16}}) {
+      Case x(kernels.isa, shape, dtype, {100, 20, false}, 24, 32);
+      x.run(kernels, 1);
+      const std::string once = x.result();
+      for (int threads : {2, 3, 7})
+        for (int repeat = 0; repeat < 3; repeat++) {
+          x.run(kernels, threads);
+          expect(x.result() == once, x.label + ": other bits on " + std::to_string(threads) + " threads");
+        }
+      if (shape.batch == 1) continue;
+      Case alone(kernels.isa, {1, shape.heads_q, shape.heads_kv, shape.seq_q, shape.seq_kv, shape.head_dim, shape.head_dim_v}, dtype,
+                 x.bounds, x.tile_q, x.tile_kv);
+      for (auto [whole, one] : {std::pair{&x.q, &alone.q}, {&x.k, &alone.k}, {&x.v, &alone.v}, {&x.d_out, &alone.d_out}, {&x.d_lse, &alone.d_lse}})
+        memcpy(one->memory.get(), whole->memory.get() + one->extent * size_of(one->dtype), one->extent * size_of(one->dtype));
+      alone.run(kernels, 1);
+      for (auto [whole, one] : {std::pair{&x.d_q, &alone.d_q}, {&x.d_k, &alone.d_k}, {&x.d_v, &alone.d_v}})
+        for (int64_t h = 0; h < one->heads; h++)
+          for (int64_t r = 0; r < one->rows; r++)
+            expect(memcmp(one->at(0, h, r, 0), whole->at(1, h, r, 0), one->columns * size_of(dtype)) == 0, x.label + ": other bits alone");
+    }
+}
+
+// Keys that no row sees, and rows that see none of a tile's keys, are never read by what sees them not: poison them.
+void skipped_tiles(const Kernels& kernels) {
+  Case x(kernels.isa, {1, 1, 1, 300, 900, 16, 16}, DType::float32, {30, 0, false}, 24, 64);
+  for (int64_t key = 0; key < 512; key++) {  // row 0 sees keys 570..600
+    x.k.fill_row(0, 0, key, NAN);
+    x.v.fill_row(0, 0, key, NAN);
+  }
+  x.run(kernels);
+  for (int64_t r = 0; r < 300; r++)
+    for (int64_t c = 0; c < 16; c++) expect(!std::isnan(x.d_q.value(0, 0, r, c)), x.label + ": a hidden key's NaN reached dq");
+  for (int64_t r = 0; r < 900; r++)
+    for (int64_t c = 0; c < 16; c++)
+      expect(!std::isnan(x.d_k.value(0, 0, r, c) + x.d_v.value(0, 0, r, c)), x.label + ": a hidden key's NaN reached dk or dv");
+}
+
+// What is hidden inside a tile adds exact zeros, whatever a row's cotangent holds.
+void not_finite(const Kernels& kernels) {
+  for (DType dtype : DTYPES) {
+    Case x(kernels.isa, {1, 1, 1, 40, 40, 16, 16}, dtype, CAUSAL);
+    x.run(kernels);
+    const std::string clean = x.d_k.bytes();
+    x.d_lse.put(0, 0, 3, 0, NAN);  // row 3 sees keys 0..3, all in one tile with the others
+    x.run(kernels);
+    for (int64_t key = 0; key < 40; key++) {
+      const double got = x.d_k.value(0, 0, key, 2);
+      expect(key <= 3 ? std::isnan(got) : got == get(dtype, clean.data() + (x.d_k.at(0, 0, key, 2) - x.d_k.memory.get())),
+             x.label + ": NaN of row 3 at key " + std::to_string(key) + " gave " + std::to_string(got));
+    }
+    for (int64_t row = 0; row < 40; row++) expect(std::isnan(x.d_q.value(0, 0, row, 2)) == (row == 3), x.label + ": NaN of row 3 in dq");
+  }
+}
+
+// Rows that see no key: gradients 0, also from keys that are there.
+void rows_without_keys(const Kernels& kernels) {
+  for (DType dtype : DTYPES) {
+    Case x(kernels.isa, {1, 2, 1, 90, 20, 16, 16}, dtype, CAUSAL, 24, 16);  // bottom-right: the first 70 rows see nothing
+    for (int64_t h = 0; h < 2; h++) x.d_out.fill_row(0, h, 3, 1e30f);
+    x.run(kernels);
+    x.check();
+    for (int64_t c = 0; c < 16; c++) expect(x.d_q.value(0, 1, 69, c) == 0, x.label + ": dq of a row without keys");
+  }
+}
+
+// Scores so large that only the right shift keeps probs finite: one key has all the weight.
+void large_scores(const Kernels& kernels) {
+  for (DType dtype : DTYPES) {
+    Case x(kernels.isa, {1, 1, 1, 30, 200, 8, 8}, dtype, ALL, 24, 64, 0, 1);
+    for (int64_t j = 0; j < 200; j++) x.k.fill_row(0, 0, j, j == 77 ? 64 : -64);
+    for (int64_t r = 0; r < 30; r++) x.q.fill_row(0, 0, r, 16);
+    x.run(kernels);
+    x.check();
+  }
+}
+
+void varlen(const Kernels& kernels) {
+  const std::vector<int64_t> q = {0, 0, 5, 40, 40, 77}, kv = {0, 9, 9, 60, 70, 300};
+  for (DType dtype : DTYPES)
+    for (const Bounds& bounds : {ALL, CAUSAL, Bounds{7, 2, true}})
+      for (int layout : {0, 1, 2}) {
+        // rows past the last sequence hold NaN: they are not part of the problem
+        Case x(kernels.isa, {1, 4, 2, 80, 310, 32, 24}, dtype, bounds, 24, 64, layout);
+        for (int64_t h = 0; h < 2; h++)
+          for (int64_t r = 300; r < 310; r++) {
+            x.k.fill_row(0, h, r, NAN);
+            x.v.fill_row(0, h, r, NAN);
+          }
+        BackwardProblem p = x.problem();
+        p.batch = (int64_t)q.size() - 1;
+        p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = p.d_out.batch = p.d_q.batch = p.d_k.batch = p.d_v.batch = 1 << 30;
+        x.run(kernels, p, q.data(), kv.data(), 2);
+        for (size_t b = 0; b + 1 < q.size(); b++) x.check(0, q[b], q[b + 1] - q[b], kv[b], kv[b + 1] - kv[b]);
+        expect(std::isnan(x.d_q.value(0, 0, 77, 0)) && std::isnan(x.d_k.value(0, 0, 300, 0)), x.label + ": wrote past the last sequence");
+      }
+}
+
+// A gradient that nobody asked for changes no bit of the others.
+void subsets(const Kernels& kernels) {
+  Case x(kernels.isa, {1, 2, 1, 50, 80, 24, 16}, DType::bfloat16, CAUSAL, 24, 32);
+  x.run(kernels);
+  const std::string whole[] = {x.d_q.bytes(), x.d_k.bytes(), x.d_v.bytes()};
+  for (int asked = 1; asked < 8; asked++) {
+    BackwardProblem p = x.problem();
+    p.tile_q = x.tile_q;
+    p.tile_kv = x.tile_kv;
+    BackwardOperands o = x.operands();
+    Tensor* grads[] = {&x.d_q, &x.d_k, &x.d_v};
+    void** places[] = {&o.d_q, &o.d_k, &o.d_v};
+    for (int g = 0; g < 3; g++) {
+      memset(grads[g]->memory.get(), 0, grads[g]->extent * 2);
+      if (!(asked >> g & 1)) *places[g] = nullptr;
+    }
+    run_backward(kernels, p, o, nullptr, nullptr, 2);
+    for (int g = 0; g < 3; g++)
+      expect(grads[g]->bytes() == (asked >> g & 1 ? whole[g] : std::string(grads[g]->extent * 2, 0)), x.label + ": asked for " + std::to_string(asked));
+  }
+}
+
+}  // namespace
+
+// An argument names the only instruction set to test.
+int main(int argc, char** argv) {
+  for (const Kernels* kernels : all_kernels()) {
+    if (!kernels->backward.scratch || (argc > 1 && std::string(kernels->isa) != argv[1])) continue;
+    const int before = checks;
+    shapes(*kernels);
+    nothing_to_do(*kernels);
+    same_bits(*kernels);
+    skipped_tiles(*kernels);
+    not_finite(*kernels);
+    rows_without_keys(*kernels);
+    large_scores(*kernels);
+    varlen(*kernels);
+    subsets(*kernels);
+    printf("%s: %d checks\n", kernels->isa, checks - before);
+  }
+  printf("%d checks, %d failures\n", checks, failures);
+  return failures || !checks ? 1 : 0;
+}
