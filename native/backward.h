@@ -22,9 +22,9 @@ struct BackwardLayout {
   int64_t sum_row, sum_row_v;    // floats of a row of dK and dQ; of dV: whole vectors
   int64_t q_panel, k_panel;      // between panels of columns of q and d_out; of k
   int64_t k, v, k_columns, q, d_out, q_columns, d_out_columns;  // packed by pack_k, pack_k, pack_v, pack_q, pack_q, pack_v, pack_v
-  int64_t scores, d_probs;       // of a whole tile in fp32, where they become probs and d_scores in place; in pairs, of a micro-block
-  int64_t probs, d_scores;       // as pairs of neighbouring rows, for dV and dK
-  int64_t d_score_rows;          // as pairs of neighbouring keys, for dQ
+  int64_t scores, d_probs;       // in fp32; they become probs and d_scores in place
+  int64_t probs, d_scores;       // the same; with dot products of pairs, as pairs of neighbouring rows, for dV and dK
+  int64_t d_score_rows;          // the same; with dot products of pairs, as pairs of neighbouring keys, for dQ
   int64_t d_k, d_v, size;
 };
 
@@ -54,9 +54,8 @@ static BackwardLayout backward_layout(const BackwardProblem& p) {
   l.d_out = region(l.tile_q * l.units_v + W);
   l.q_columns = region(panels * l.q_panel);
   l.d_out_columns = region(panels_v * l.q_panel);
-  const int64_t rows = PAIRS ? MR : l.tile_q;
-  l.scores = region(rows * GRADS_ROW + W) + W;  // zero_outside may begin less than W before a row
-  l.d_probs = region(rows * GRADS_ROW + W) + W;
+  l.scores = region(l.tile_q * GRADS_ROW + W) + W;  // zero_outside may begin less than W before a row
+  l.d_probs = region(l.tile_q * GRADS_ROW + W) + W;
   l.probs = PAIRS ? region(l.tile_q / 2 * GRADS_ROW) : l.scores;
   l.d_scores = PAIRS ? region(l.tile_q / 2 * GRADS_ROW) : l.d_probs;
   l.d_score_rows = PAIRS ? region(l.tile_q * GRADS_ROW / 2) : l.d_probs;
@@ -66,7 +65,7 @@ static BackwardLayout backward_layout(const BackwardProblem& p) {
   return l;
 }
 
-// The step of one row: scores and d_probs, both whole panels, become probs and d_scores in place.
+// The step of one row: scores and d_probs become probs and d_scores in place, in whole vectors.
 template <typename T>
 ATTNWORKS_INLINE void row_gradients(float* scores, float* d_probs, int64_t begin, int64_t end, float lse2, float delta) {
   for (int64_t at = begin; at < end; at += W) {
@@ -83,14 +82,12 @@ ATTNWORKS_INLINE void zero_outside(float* row, int64_t end, int64_t visible_begi
   for (int64_t at = smaller(visible_begin, end); at > 0; at -= W) store(row + at - W, zero());
 }
 
-// fp32 probs and d_scores of a micro-block, from block row `row` on, as pairs: of neighbouring rows, and d_scores also of neighbouring keys.
-template <typename T>
-static void pack_gradients(const BackwardLayout& l, int64_t row, int64_t width, float* scratch) {
-  static_assert(MR % 2 == 0);
-  for (int r = 0; r < MR; r += 2) {
+// fp32 probs and d_scores of the tile's first `rows` rows, an even number, as pairs: of neighbouring rows, and d_scores of neighbouring keys too.
+static void pack_gradients(const BackwardLayout& l, int64_t rows, int64_t width, float* scratch) {
+  for (int64_t r = 0; r < rows; r += 2) {
     const float *probs = scratch + l.scores + r * GRADS_ROW, *d_scores = scratch + l.d_probs + r * GRADS_ROW;
-    float *to_probs = scratch + l.probs + (row + r) / 2 * GRADS_ROW, *to_d_scores = scratch + l.d_scores + (row + r) / 2 * GRADS_ROW;
-    float* to_rows = scratch + l.d_score_rows + (row + r) * (GRADS_ROW / 2);
+    float *to_probs = scratch + l.probs + r / 2 * GRADS_ROW, *to_d_scores = scratch + l.d_scores + r / 2 * GRADS_ROW;
+    float* to_rows = scratch + l.d_score_rows + r * (GRADS_ROW / 2);
     for (int64_t at = 0; at < width; at += 2 * W) {
       Vec lo, hi;
       interleave_bf16(pack_bf16(load(probs + at), load(probs + at + W)),
@@ -119,29 +116,38 @@ ATTNWORKS_INLINE VisibleKeys visible_keys(const BackwardProblem& p, const Backwa
   return {p.bounds, p.bounds.shift(task.seq_q, task.seq_kv), task.seq_kv};
 }
 
-// Probs and d_scores of one micro-block, whose first query row is `row`, for all keys of the tile.
+// to[rows][keys] = a b for packed rows and keys, where a micro-block of rows sees anything of a panel of keys. The panel stays in the L1 cache.
 template <typename T>
-static void micro_block_gradients(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, const BackwardLayout& l,
-                                  int64_t row, float* scratch) {
+static void multiply_tiles(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t units, const float* a,
+                           const float* b, float factor, float* to) {
+  const VisibleKeys visible = visible_keys(p, task);
+  for (int64_t key = 0; key < task.key_end - task.key_begin; key += PANEL)
+    for (int64_t row = rows.row_begin; row < rows.row_end; row += MR) {
+      const Keys keys = keys_of(visible, task, row, smaller(row + MR, rows.row_end) - 1);
+      const int64_t block = row - rows.row_begin;
+      if (keys.begin < key + PANEL && key < keys.end && keys.begin < keys.end)
+        scores_kernel<in_pairs<T>, GRADS_ROW>(units, a + block * units, b + key * units, factor, to + block * GRADS_ROW + key);
+    }
+}
+
+// Scores and d_probs of a tile become probs and d_scores, 0 where a row doesn't see a key.
+template <typename T>
+static void tile_gradients(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, const BackwardLayout& l,
+                           float* scratch) {
   constexpr bool PAIRS = in_pairs<T>;
   const VisibleKeys visible = visible_keys(p, task);
   const int64_t width = round_up(round_up(task.key_end - task.key_begin, MR), PAIRS ? 2 * W : 1);  // what the products may read
-  const int64_t block = row - rows.row_begin, last = smaller(row + MR, rows.row_end) - 1;
-  const Keys keys = keys_of(visible, task, row, last);
-  const int64_t begin = keys.begin / PANEL * PANEL, end = round_up(keys.end, PANEL);
-  float* scores = scratch + l.scores + (PAIRS ? 0 : block * GRADS_ROW);
-  float* d_probs = scratch + l.d_probs + (PAIRS ? 0 : block * GRADS_ROW);
-  for (int64_t at = begin; at < end; at += PANEL)
-    scores_kernel<PAIRS, GRADS_ROW>(l.units, scratch + l.q + block * l.units, scratch + l.k + at * l.units, p.scale * LOG2E, scores + at);
-  for (int64_t at = begin; at < end; at += PANEL)
-    scores_kernel<PAIRS, GRADS_ROW>(l.units_v, scratch + l.d_out + block * l.units_v, scratch + l.v + at * l.units_v, 1, d_probs + at);
-  for (int r = 0; r < MR; r++) {
-    const Keys own = row + r <= last ? keys_of(visible, task, row + r, row + r) : Keys{0, 0};  // rows past the last add nothing
-    if (own.begin < own.end) row_gradients<T>(scores + r * GRADS_ROW, d_probs + r * GRADS_ROW, begin, end, rows.lse2[row + r], rows.delta[row + r]);
-    zero_outside(scores + r * GRADS_ROW, width, own.begin, own.end);
-    zero_outside(d_probs + r * GRADS_ROW, width, own.begin, own.end);
+  const int64_t count = rows.row_end - rows.row_begin, padded = round_up(count, MR);
+  for (int64_t r = 0; r < padded; r++) {
+    float *scores = scratch + l.scores + r * GRADS_ROW, *d_probs = scratch + l.d_probs + r * GRADS_ROW;
+    const int64_t row = rows.row_begin + r;
+    const Keys keys = r < count ? keys_of(visible, task, row, row) : Keys{0, 0};  // rows past the last add nothing
+    if (keys.begin < keys.end)
+      row_gradients<T>(scores, d_probs, keys.begin / W * W, keys.end, rows.lse2[row], rows.delta[row]);
+    zero_outside(scores, width, keys.begin, keys.end);
+    zero_outside(d_probs, width, keys.begin, keys.end);
   }
-  if constexpr (PAIRS) pack_gradients<T>(l, block, width, scratch);
+  if constexpr (PAIRS) pack_gradients(l, padded, width, scratch);
 }
 
 // sums[keys][columns] += what these rows add: gradients (probs or d_scores) transposed, times packed columns of d_out or q.
@@ -182,7 +188,9 @@ static void backward_add_rows(const BackwardProblem& p, const BackwardKeys& task
   const T *q = (const T*)rows.q + rows.row_begin * p.q.row, *d_out = (const T*)rows.d_out + rows.row_begin * p.d_out.row;
   pack_q(q, p.q.row, count, p.head_dim, p.scale * LOG2E, scratch + l.q);
   pack_q(d_out, p.d_out.row, count, p.head_dim_v, 1.f, scratch + l.d_out);
-  for (int64_t row = rows.row_begin; row < rows.row_end; row += MR) micro_block_gradients<T>(p, task, rows, l, row, scratch);
+  multiply_tiles<T>(p, task, rows, l.units, scratch + l.q, scratch + l.k, p.scale * LOG2E, scratch + l.scores);
+  multiply_tiles<T>(p, task, rows, l.units_v, scratch + l.d_out, scratch + l.v, 1.f, scratch + l.d_probs);
+  tile_gradients<T>(p, task, rows, l, scratch);
   if (task.d_v) {
     pack_v(d_out, p.d_out.row, count, p.head_dim_v, scratch + l.d_out_columns, l.q_panel);
     add_to_keys<T>(p, task, rows, l, scratch + l.probs, scratch + l.d_out_columns, p.head_dim_v, l.sum_row_v, scratch + l.d_v);
@@ -198,16 +206,16 @@ static void backward_add_d_q(const BackwardProblem& p, const BackwardKeys& task,
   constexpr int ROW = in_pairs<T> ? GRADS_ROW / 2 : GRADS_ROW;
   const BackwardLayout l = backward_layout<T>(p);
   const VisibleKeys visible = visible_keys(p, task);
-  for (int64_t row = rows.row_begin; row < rows.row_end; row += MR) {
-    const Keys keys = keys_of(visible, task, row, smaller(row + MR, rows.row_end) - 1);
-    const int64_t from = in_pairs<T> ? keys.begin / 2 : keys.begin, depth = larger(row_units<T>(larger(keys.end, 0)) - from, 0);
-    if (!depth && !first) continue;
-    const float* d_scores = scratch + l.d_score_rows + (row - rows.row_begin) * ROW + from;
-    float* sum = rows.d_q_sum + row * l.sum_row;
-    for (int64_t column = 0; column < p.head_dim; column += PANEL)
-      add_product<in_pairs<T>, ROW, 1>(smaller(NV, (l.sum_row - column) / W), depth, d_scores,
-                                       scratch + l.k_columns + column / PANEL * l.k_panel + from * PANEL, sum + column, l.sum_row, first);
-  }
+  for (int64_t column = 0; column < p.head_dim; column += PANEL)
+    for (int64_t row = rows.row_begin; row < rows.row_end; row += MR) {
+      const Keys keys = keys_of(visible, task, row, smaller(row + MR, rows.row_end) - 1);
+      const int64_t from = in_pairs<T> ? keys.begin / 2 : keys.begin, depth = larger(row_units<T>(larger(keys.end, 0)) - from, 0);
+      if (!depth && !first) continue;
+      add_product<in_pairs<T>, ROW, 1>(smaller(NV, (l.sum_row - column) / W), depth,
+                                       scratch + l.d_score_rows + (row - rows.row_begin) * ROW + from,
+                                       scratch + l.k_columns + column / PANEL * l.k_panel + from * PANEL,
+                                       rows.d_q_sum + row * l.sum_row + column, l.sum_row, first);
+    }
 }
 
 // A row of fp32 sums, times factor, as a row of T.

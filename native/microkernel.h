@@ -63,6 +63,8 @@ __attribute__((noinline)) static void values_kernel(int64_t depth, const float* 
 template <bool PAIRS, int ROW, int STEP, int N>
 __attribute__((noinline)) static void add_product_kernel(int64_t depth, const float* a, const float* b, float* c, int64_t c_stride,
                                                          bool first) {
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++) __builtin_prefetch(c + r * c_stride, 1);  // needed after the product
   Vec acc[MR][N];
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
