@@ -186,19 +186,16 @@ static void backward_add_rows(const BackwardProblem& p, const BackwardKeys& task
   const BackwardLayout l = backward_layout<T>(p);
   const int64_t count = rows.row_end - rows.row_begin;
   const T *q = (const T*)rows.q + rows.row_begin * p.q.row, *d_out = (const T*)rows.d_out + rows.row_begin * p.d_out.row;
+  // Columns first: they read whole rows, which come from far away, and leave them in the caches.
+  pack_v(q, p.q.row, count, p.head_dim, scratch + l.q_columns, l.q_panel);
+  pack_v(d_out, p.d_out.row, count, p.head_dim_v, scratch + l.d_out_columns, l.q_panel);
   pack_q(q, p.q.row, count, p.head_dim, p.scale * LOG2E, scratch + l.q);
   pack_q(d_out, p.d_out.row, count, p.head_dim_v, 1.f, scratch + l.d_out);
   multiply_tiles<T>(p, task, rows, l.units, scratch + l.q, scratch + l.k, p.scale * LOG2E, scratch + l.scores);
   multiply_tiles<T>(p, task, rows, l.units_v, scratch + l.d_out, scratch + l.v, 1.f, scratch + l.d_probs);
   tile_gradients<T>(p, task, rows, l, scratch);
-  if (task.d_v) {
-    pack_v(d_out, p.d_out.row, count, p.head_dim_v, scratch + l.d_out_columns, l.q_panel);
-    add_to_keys<T>(p, task, rows, l, scratch + l.probs, scratch + l.d_out_columns, p.head_dim_v, l.sum_row_v, scratch + l.d_v);
-  }
-  if (task.d_k) {
-    pack_v(q, p.q.row, count, p.head_dim, scratch + l.q_columns, l.q_panel);
-    add_to_keys<T>(p, task, rows, l, scratch + l.d_scores, scratch + l.q_columns, p.head_dim, l.sum_row, scratch + l.d_k);
-  }
+  if (task.d_v) add_to_keys<T>(p, task, rows, l, scratch + l.probs, scratch + l.d_out_columns, p.head_dim_v, l.sum_row_v, scratch + l.d_v);
+  if (task.d_k) add_to_keys<T>(p, task, rows, l, scratch + l.d_scores, scratch + l.q_columns, p.head_dim, l.sum_row, scratch + l.d_k);
 }
 
 template <typename T>
