@@ -80,74 +80,89 @@ struct Case {
     }
   };
 
-  void check_head(int64_t b, int64_t h_kv, int64_t q0, int64_t seq_q, int64_t kv0, int64_t seq_kv) const {
-    const int64_t group = shape.heads_q / shape.heads_kv, dim = shape.head_dim, dim_v = shape.head_dim_v;
-    Sums sum_k(seq_kv * dim), sum_v(seq_kv * dim_v);
-    for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++)
-      for (int64_t i = 0; i < seq_q; i++) {
-        Sums sum_q(dim);
-        add_row(b, h, h_kv, q0 + i, i + (bounds.top_left ? 0 : seq_kv - seq_q), kv0, seq_kv, sum_q, sum_k, sum_v);
-        for (int64_t c = 0; c < dim; c++) compare("dq", h, q0 + i, c, d_q.value(b, h, q0 + i, c), sum_q, c);
-      }
-    for (int64_t j = 0; j < seq_kv; j++) {
-      for (int64_t c = 0; c < dim; c++) compare("dk", h_kv, kv0 + j, c, d_k.value(b, h_kv, kv0 + j, c), sum_k, j * dim + c);
-      for (int64_t c = 0; c < dim_v; c++) compare("dv", h_kv, kv0 + j, c, d_v.value(b, h_kv, kv0 + j, c), sum_v, j * dim_v + c);
+  // Rows [first, first + rows) of one head in double precision.
+  struct Matrix {
+    int64_t columns;
+    std::vector<double> values;
+    Matrix(const Tensor& x, int64_t b, int64_t h, int64_t first, int64_t rows) : columns(x.columns) {
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) values.push_back(x.value(b, h, first + r, c));
     }
+    const double* row(int64_t r) const { return values.data() + r * columns; }
+  };
+  // A product of two rows, and what it is of their magnitudes.
+  struct Product {
+    double value = 0, size = 0;
+    Product(const double* x, const double* y, int64_t count, double factor) {
+      for (int64_t c = 0; c < count; c++) {
+        value += factor * x[c] * y[c];
+        size += fabs(factor * x[c] * y[c]);
+      }
+    }
+  };
+
+  void check_head(int64_t b, int64_t h_kv, int64_t q0, int64_t seq_q, int64_t kv0, int64_t seq_kv) const {
+    const int64_t group = shape.heads_q / shape.heads_kv;
+    const Matrix keys(k, b, h_kv, kv0, seq_kv), values(v, b, h_kv, kv0, seq_kv);
+    Sums sum_k(seq_kv * shape.head_dim), sum_v(seq_kv * shape.head_dim_v);
+    for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++) {
+      const Matrix queries(q, b, h, q0, seq_q), d_outs(d_out, b, h, q0, seq_q);
+      Sums sum_q(seq_q * shape.head_dim);
+      for (int64_t i = 0; i < seq_q; i++) {
+        const double through_lse = with_d_lse ? d_lse.value(b, h, q0 + i, 0) : 0;
+        add_row(queries.row(i), d_outs.row(i), through_lse, i, i + (bounds.top_left ? 0 : seq_kv - seq_q), keys, values, sum_q, sum_k, sum_v);
+      }
+      compare("dq", Matrix(d_q, b, h, q0, seq_q), sum_q);
+    }
+    compare("dk", Matrix(d_k, b, h_kv, kv0, seq_kv), sum_k);
+    compare("dv", Matrix(d_v, b, h_kv, kv0, seq_kv), sum_v);
   }
 
-  // What one row adds to the gradients.
-  void add_row(int64_t b, int64_t h, int64_t h_kv, int64_t row, int64_t origin, int64_t kv0, int64_t seq_kv, Sums& sum_q, Sums& sum_k,
-               Sums& sum_v) const {
+  // What row i adds to the gradients; `origin` is its own place among the keys.
+  void add_row(const double* query, const double* d_row, double through_lse, int64_t i, int64_t origin, const Matrix& keys, const Matrix& values,
+               Sums& sum_q, Sums& sum_k, Sums& sum_v) const {
+    const int64_t dim = shape.head_dim, dim_v = shape.head_dim_v, seq_kv = (int64_t)keys.values.size() / dim;
     const int64_t begin = std::max<int64_t>(0, origin - bounds.left), end = std::min(seq_kv, origin + bounds.right + 1);
     if (begin >= end) return;
-    std::vector<double> probs, sizes, d_probs, d_sizes;
+    std::vector<Product> scores, d_probs;
+    std::vector<double> probs;
     double highest = -INFINITY, sum = 0, delta = 0, delta_size = 0;
     for (int64_t j = begin; j < end; j++) {
-      double score = 0, size = 0, d_prob = 0, d_size = 0;
-      for (int64_t c = 0; c < shape.head_dim; c++) {
-        const double term = scale * q.value(b, h, row, c) * k.value(b, h_kv, kv0 + j, c);
-        score += term;
-        size += fabs(term);
-      }
-      for (int64_t c = 0; c < shape.head_dim_v; c++) {
-        const double term = d_out.value(b, h, row, c) * v.value(b, h_kv, kv0 + j, c);
-        d_prob += term;
-        d_size += fabs(term);
-      }
-      probs.push_back(score);
-      sizes.push_back(size);
-      d_probs.push_back(d_prob);
-      d_sizes.push_back(d_size);
-      highest = std::max(highest, score);
+      scores.emplace_back(query, keys.row(j), dim, scale);
+      d_probs.emplace_back(d_row, values.row(j), dim_v, 1);
+      highest = std::max(highest, scores.back().value);
     }
-    for (double& p : probs) sum += p = exp(p - highest);
+    for (const Product& score : scores) {
+      probs.push_back(exp(score.value - highest));
+      sum += probs.back();
+    }
     for (size_t n = 0; n < probs.size(); n++) {
       probs[n] /= sum;
-      delta += probs[n] * d_probs[n];
-      delta_size += probs[n] * d_sizes[n];
+      delta += probs[n] * d_probs[n].value;
+      delta_size += probs[n] * d_probs[n].size;
     }
-    const double through_lse = with_d_lse ? d_lse.value(b, h, row, 0) : 0, u = roundoff(dtype);
     for (size_t n = 0; n < probs.size(); n++) {
       const int64_t j = begin + (int64_t)n;
-      const double d_score = scale * probs[n] * (d_probs[n] - delta + through_lse), error = 8 * (u + 0x1p-24 * sizes[n]);
-      const double d_error = error * scale * probs[n] * (d_sizes[n] + delta_size + fabs(through_lse));
-      for (int64_t c = 0; c < shape.head_dim; c++) {
-        const double x = k.value(b, h_kv, kv0 + j, c), y = q.value(b, h, row, c);
-        sum_q.add(c, d_score * x, d_error * fabs(x));
-        sum_k.add(j * shape.head_dim + c, d_score * y, d_error * fabs(y));
+      const double d_score = scale * probs[n] * (d_probs[n].value - delta + through_lse);
+      const double error = 8 * (roundoff(dtype) + 0x1p-24 * scores[n].size);
+      const double d_error = error * fabs(scale) * probs[n] * (d_probs[n].size + delta_size + fabs(through_lse));
+      for (int64_t c = 0; c < dim; c++) {
+        sum_q.add(i * dim + c, d_score * keys.row(j)[c], d_error * fabs(keys.row(j)[c]));
+        sum_k.add(j * dim + c, d_score * query[c], d_error * fabs(query[c]));
       }
-      for (int64_t c = 0; c < shape.head_dim_v; c++) {
-        const double x = d_out.value(b, h, row, c);
-        sum_v.add(j * shape.head_dim_v + c, probs[n] * x, error * probs[n] * fabs(x));
-      }
+      for (int64_t c = 0; c < dim_v; c++) sum_v.add(j * dim_v + c, probs[n] * d_row[c], error * probs[n] * fabs(d_row[c]));
     }
   }
 
-  void compare(const char* what, int64_t head, int64_t row, int64_t column, double got, const Sums& sums, int64_t at) const {
-    const double expected = sums.value[at], bound = sums.bound[at] + 1e-7;
-    expect(fabs(got - expected) <= bound, label + ": " + what + " of head " + std::to_string(head) + " row " + std::to_string(row) + " column " +
-                                              std::to_string(column) + " was " + std::to_string(got) + ", must be " + std::to_string(expected) +
-                                              " within " + std::to_string(bound));
+  void compare(const char* what, const Matrix& got, const Sums& sums) const {
+    checks++;
+    for (size_t n = 0; n < got.values.size(); n++) {
+      const double expected = sums.value[n], bound = sums.bound[n] + 1e-7;
+      if (fabs(got.values[n] - expected) <= bound) continue;
+      const int64_t row = (int64_t)n / got.columns, column = (int64_t)n % got.columns;
+      return expect(false, label + ": " + what + " of row " + std::to_string(row) + " column " + std::to_string(column) + " was " +
+                               std::to_string(got.values[n]) + ", must be " + std::to_string(expected) + " within " + std::to_string(bound));
+    }
   }
 };
 
