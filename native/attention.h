@@ -30,6 +30,50 @@ struct Bounds {
   __attribute__((always_inline)) inline int64_t shift(int64_t seq_q, int64_t seq_kv) const { return top_left ? 0 : seq_kv - seq_q; }
 };
 
+// What happens to a score, scale * q k^T, before it is masked: `count` steps in their order. modifiers.h applies them.
+enum class StepKind { softcap, alibi, bias };
+struct ScoreStep {
+  StepKind kind;
+  float cap;                       // softcap: s becomes cap * tanh(s / cap)
+  DType dtype;                     // of the operand of alibi (slopes by batch and head) and bias
+  int64_t batch, head, row, key;   // distances between neighbours of that operand in elements, 0 where it is broadcast
+};
+constexpr int MAX_STEPS = 8;
+
+// Which keys a mask shows besides its bounds, in tiles of `rows` queries and MAP_KEYS keys: places[batch][head][tile of queries][tile of keys]
+// says that a tile is hidden, or full (nothing in it is hidden), or where its bits are: bits[place * rows + row], bit j for its key j.
+constexpr int64_t MAP_ROWS = 96, MAP_KEYS = 64;  // MAP_ROWS is a multiple of every kernel's micro-block
+constexpr int32_t PLACE_HIDDEN = -1, PLACE_FULL = -2;
+struct TileMap {
+  int64_t batch, head;  // distances in places, 0 where all see the same
+  int64_t tiles_kv;     // the distance from one tile of queries to the next
+  int64_t rows;         // MAP_ROWS; or 1 where all queries see the same, who are one tile then
+};
+
+struct Modifiers {
+  int64_t count = 0;
+  ScoreStep steps[MAX_STEPS] = {};
+  TileMap map = {};
+};
+// What they read at a call. A sink is one more logit of a row, in the denominator and the LSE alone.
+struct ModifierOperands {
+  const void* steps[MAX_STEPS] = {};
+  const void* sink = nullptr;  // (heads_q,), contiguous; null without one
+  DType sink_dtype = DType::float32;
+  const int32_t* places = nullptr;  // null: the mask has nothing but bounds
+  const uint64_t* bits = nullptr;
+};
+// The same for one sequence and head: row and key 0 of a bias, a number for a slope. A sink of -inf is none.
+struct HeadModifiers {
+  struct {
+    const void* data;
+    float slope;
+  } steps[MAX_STEPS];
+  float sink;
+  const int32_t* places;
+  const uint64_t* bits;
+};
+
 struct ForwardProblem {
   DType dtype;
   int64_t batch, heads_q, heads_kv, seq_q, seq_kv, head_dim, head_dim_v;
@@ -37,6 +81,7 @@ struct ForwardProblem {
   float scale;
   Bounds bounds;
   int64_t tile_q, tile_kv;
+  Modifiers modifiers = {};
 };
 
 constexpr int64_t MAX_TILE_Q = 1024, MAX_TILE_KV = 512;  // larger tiles are cut to these
@@ -48,6 +93,7 @@ struct ForwardTask {
   void* out;
   float* lse;
   int64_t seq_q, seq_kv, row_begin, row_end;
+  HeadModifiers modifiers;
 };
 
 struct DecodeProblem {

@@ -1,5 +1,8 @@
 #include "schedule.h"
 
+#include <math.h>
+#include <string.h>
+
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -16,6 +19,35 @@ int64_t element_size(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 const void* offset(const void* p, int64_t elements, DType dtype) { return (const char*)p + elements * element_size(dtype); }
 void* offset(void* p, int64_t elements, DType dtype) { return (char*)p + elements * element_size(dtype); }
 
+float element(const void* p, int64_t at, DType dtype) {
+  if (dtype == DType::float32) return ((const float*)p)[at];
+  const uint32_t half = ((const uint16_t*)p)[at], sign = half >> 15 << 31;
+  uint32_t bits = half << 16;
+  if (dtype == DType::float16) {
+    const uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;
+    if (exponent == 0) return ldexpf((float)mantissa, -24) * (sign ? -1.f : 1.f);
+    bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | mantissa << 13;
+  }
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+// Of one sequence, number `batch` of the call, and query head.
+HeadModifiers head_modifiers(const Modifiers& m, const ModifierOperands& x, int64_t batch, int64_t head) {
+  HeadModifiers found = {};
+  for (int64_t n = 0; n < m.count; n++) {
+    const ScoreStep& step = m.steps[n];
+    const int64_t at = batch * step.batch + head * step.head;
+    if (step.kind == StepKind::alibi) found.steps[n].slope = element(x.steps[n], at, step.dtype);
+    if (step.kind == StepKind::bias) found.steps[n].data = offset(x.steps[n], at, step.dtype);
+  }
+  found.sink = x.sink ? element(x.sink, head, x.sink_dtype) : -INFINITY;
+  found.places = x.places ? x.places + batch * m.map.batch + head * m.map.head : nullptr;
+  found.bits = x.bits;
+  return found;
+}
+
 // Waking the pool costs about as much as this many multiply-adds: smaller calls run on the caller's thread. Results don't depend on it.
 constexpr double WORK_PER_THREAD = 1 << 17;
 int worth_threads(double multiply_adds, int threads) { return (int)std::clamp(multiply_adds / WORK_PER_THREAD, 1.0, (double)std::max(threads, 1)); }
@@ -31,19 +63,21 @@ ForwardTask head_task(const ForwardProblem& p, const Operands& x, int64_t batch,
   task.lse = x.lse ? x.lse + batch * p.lse.batch + head * p.lse.head : nullptr;
   task.seq_q = p.seq_q;
   task.seq_kv = p.seq_kv;
+  task.modifiers = head_modifiers(p.modifiers, x.modifiers, batch, head);
   return task;
 }
 
 // Query rows per task: tile_q, or less where that would leave threads idle. Many rows share the cost of packing K and V, few keep the
-// threads busy to the end, for which unequal tasks (causal) must be more. tile_q changes no result.
-int64_t rows_per_task(const ForwardProblem& p, int64_t rows, int threads) {
-  constexpr int64_t UNIT = 12;  // a multiple of every kernel's micro-block
-  const int64_t most = std::clamp<int64_t>(p.tile_q, 1, MAX_TILE_Q);
+// threads busy to the end, for which unequal tasks (causal, a map) must be more. tile_q changes no result; with a map it is a multiple of
+// that one's tiles, so that a micro-block lies in one of them, the same whatever the tasks.
+int64_t rows_per_task(const ForwardProblem& p, int64_t rows, bool mapped, int threads) {
+  const int64_t unit = mapped ? MAP_ROWS : 12;  // a multiple of every kernel's micro-block
+  const int64_t asked = std::clamp<int64_t>(p.tile_q, 1, MAX_TILE_Q), most = mapped ? std::max(asked / unit, int64_t(1)) * unit : asked;
   if (threads <= 1) return most;
-  const int64_t tasks_per_thread = p.bounds.right < p.seq_kv ? 4 : 2;
-  const int64_t fair = ceil_div(ceil_div(rows, tasks_per_thread * threads), 4 * UNIT) * 4 * UNIT;
+  const int64_t tasks_per_thread = mapped || p.bounds.right < p.seq_kv ? 4 : 2, grain = mapped ? unit : 4 * unit;
+  const int64_t fair = ceil_div(ceil_div(rows, tasks_per_thread * threads), grain) * grain;
   const int64_t longest = std::max<int64_t>(p.seq_q, 1), blocks = ceil_div(longest, std::min(most, fair));
-  return std::min(most, ceil_div(ceil_div(longest, blocks), UNIT) * UNIT);  // equal blocks
+  return std::min(most, ceil_div(ceil_div(longest, blocks), unit) * unit);  // equal blocks
 }
 
 void run_rows(const Kernels& kernels, const ForwardProblem& p, ForwardTask task, int64_t block, int64_t blocks) {
@@ -66,7 +100,7 @@ void run_forward(const Kernels& kernels, const ForwardProblem& problem, const Op
   const int64_t heads = p.batch * p.heads_q;
   if (heads == 0 || p.seq_q == 0) return;
   threads = worth_threads(multiply_adds(p, (double)heads * p.seq_q), threads);
-  p.tile_q = rows_per_task(p, heads * p.seq_q, threads);
+  p.tile_q = rows_per_task(p, heads * p.seq_q, x.modifiers.places, threads);
   const int64_t blocks = ceil_div(p.seq_q, p.tile_q);
   for_each_task(heads * blocks, threads, [&](int64_t task) {
     const int64_t head = task / blocks;
@@ -80,7 +114,7 @@ void run_forward_varlen(const Kernels& kernels, const ForwardProblem& problem, c
   p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = 0;
   const int64_t rows = p.heads_q * cu_seqlens_q[p.batch];
   threads = worth_threads(multiply_adds(p, (double)rows), threads);
-  p.tile_q = rows_per_task(p, rows, threads);
+  p.tile_q = rows_per_task(p, rows, x.modifiers.places, threads);
   std::vector<int64_t> first_task(p.batch + 1, 0);
   for (int64_t b = 0; b < p.batch; b++)
     first_task[b + 1] = first_task[b] + p.heads_q * ceil_div(cu_seqlens_q[b + 1] - cu_seqlens_q[b], p.tile_q);
@@ -96,6 +130,7 @@ void run_forward_varlen(const Kernels& kernels, const ForwardProblem& problem, c
     if (t.lse) t.lse += q0 * p.lse.row;
     t.seq_q = cu_seqlens_q[b + 1] - q0;
     t.seq_kv = cu_seqlens_kv[b + 1] - kv0;
+    t.modifiers = head_modifiers(p.modifiers, x.modifiers, b, head);
     run_rows(kernels, p, t, (task - first_task[b]) % blocks, blocks);
   });
 }

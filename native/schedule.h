@@ -8,6 +8,7 @@ struct Operands {
   const void *q, *k, *v;
   void* out;
   float* lse;  // may be null
+  ModifierOperands modifiers = {};
 };
 
 void run_forward(const Kernels&, const ForwardProblem&, const Operands&, int threads);
