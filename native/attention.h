@@ -104,6 +104,7 @@ struct DecodeProblem {
   float scale;
   Bounds bounds;
   int64_t split_kv;
+  Modifiers modifiers = {};
 };
 
 // Decode goes over the keys in blocks, so that K and V of one and what is fetched ahead stay in half of an L2 (512 KiB on Zen 3, shared with
@@ -122,6 +123,7 @@ struct DecodeTask {
   float* lse;  // may be null
   const int64_t* pages;
   int64_t heads, kv_len, key_begin, key_end;
+  const HeadModifiers* modifiers;  // of the first head's first query head and those after it; null if there are none
 };
 
 // Everything that is compiled once per instruction set. Scratch is uninitialised, 64-byte aligned, private to the calling thread.

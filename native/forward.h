@@ -215,20 +215,6 @@ static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task
   }
 }
 
-// A row's LSE, and what its acc is to be multiplied by. running_max is in base 2 unless STEPS, a sink in natural units.
-template <bool STEPS>
-ATTNWORKS_INLINE float row_lse(float running_max, float sum, float sink, float& factor) {
-  if (sink == -INFINITY) {
-    factor = sum == 0 ? 0.f : 1 / sum;
-    if (sum == 0) return -INFINITY;
-    return STEPS ? running_max + log2f(sum) * LN2 : (running_max + log2f(sum)) * LN2;
-  }
-  const float before = STEPS ? running_max : running_max * LN2, most = before > sink ? before : sink;
-  const float weight = exp2_scalar((before - most) * LOG2E), total = sum * weight + exp2_scalar((sink - most) * LOG2E);
-  factor = weight / total;
-  return most + log2f(total) * LN2;
-}
-
 template <typename T, bool STEPS>
 static void forward_finish(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const float* scratch) {
   for (int64_t row = task.row_begin; row < task.row_end; row++) {
@@ -236,7 +222,7 @@ static void forward_finish(const ForwardProblem& p, const ForwardTask& task, con
     const float sum = reduce_add(load(scratch + l.running_sum + r * W));
     float scalar;
     const float running_max = scratch[l.running_max + r / BLOCK_Q<T> * ROW_STATE<T> + r % BLOCK_Q<T>];
-    const float lse = row_lse<STEPS>(running_max, sum, task.modifiers.sink, scalar);
+    const float lse = row_lse(STEPS, running_max, sum, task.modifiers.sink, scalar);
     const Vec factor = set1(scalar);
     const float* acc = scratch + l.acc + r * l.acc_stride;
     T* out = (T*)task.out + row * p.out.row;

@@ -84,6 +84,19 @@ ATTNWORKS_INLINE void apply_steps(const Modifiers& m, const HeadModifiers& head,
   }
 }
 
+// The LSE of a row from its maximum and sum, in natural units if `natural` else in base 2, and what its acc is to be multiplied by.
+ATTNWORKS_INLINE float row_lse(bool natural, float running_max, float sum, float sink, float& factor) {
+  if (sink == -INFINITY) {
+    factor = sum == 0 ? 0.f : 1 / sum;
+    if (sum == 0) return -INFINITY;
+    return natural ? running_max + log2f(sum) * LN2 : (running_max + log2f(sum)) * LN2;
+  }
+  const float before = natural ? running_max : running_max * LN2, most = before > sink ? before : sink;
+  const float weight = exp2_scalar((before - most) * LOG2E), total = sum * weight + exp2_scalar((sink - most) * LOG2E);
+  factor = weight / total;
+  return most + log2f(total) * LN2;
+}
+
 // ---- the tile map of one head ---------------------------------------------------------------------------------------------------------------
 
 ATTNWORKS_INLINE int32_t place_of(const TileMap& map, const HeadModifiers& head, int64_t query, int64_t key) {
@@ -129,15 +142,17 @@ static inline KeyRange next_keys(const TileMap& map, const HeadModifiers& head, 
   return found;
 }
 
+// Whether any of the queries [first, last], of any tiles, may see a key of the tile that `key` is in.
+static inline bool shown(const TileMap& map, const HeadModifiers& head, int64_t first, int64_t last, int64_t key) {
+  for (int64_t query = first; query < last; query += MAP_ROWS)
+    if (place_of(map, head, query, key) != PLACE_HIDDEN) return true;
+  return place_of(map, head, last, key) != PLACE_HIDDEN;
+}
+
 // The keys in [begin, end) from the first to the last tile that is not hidden from all of the queries [first, last], of any tiles.
 static inline KeyRange shown_keys(const TileMap& map, const HeadModifiers& head, int64_t first, int64_t last, int64_t begin, int64_t end) {
-  const auto shown = [&](int64_t key) {
-    for (int64_t query = first; query <= last; query += MAP_ROWS)
-      if (place_of(map, head, query, key) != PLACE_HIDDEN) return true;
-    return place_of(map, head, last, key) != PLACE_HIDDEN;
-  };
-  while (begin < end && !shown(begin)) begin = smaller((begin / MAP_KEYS + 1) * MAP_KEYS, end);
-  while (begin < end && !shown(end - 1)) end = larger((end - 1) / MAP_KEYS * MAP_KEYS, begin);
+  while (begin < end && !shown(map, head, first, last, begin)) begin = smaller((begin / MAP_KEYS + 1) * MAP_KEYS, end);
+  while (begin < end && !shown(map, head, first, last, end - 1)) end = larger((end - 1) / MAP_KEYS * MAP_KEYS, begin);
   return {begin, end};
 }
 

@@ -151,7 +151,7 @@ Splits splits_of(const DecodeProblem& p, int64_t kv_len) {
 }
 
 DecodeTask decode_task(const DecodeProblem& p, const Operands& x, const int64_t* kv_lens, const int64_t* page_table, int64_t page_table_stride,
-                       int64_t batch, int64_t head_kv) {
+                       const HeadModifiers* modifiers, int64_t batch, int64_t head_kv) {
   const int64_t head = head_kv * (p.heads_q / p.heads_kv), cache = p.page_size ? 0 : batch;
   DecodeTask task = {};
   task.q = offset(x.q, batch * p.q.batch + head * p.q.head, p.dtype);
@@ -161,6 +161,7 @@ DecodeTask decode_task(const DecodeProblem& p, const Operands& x, const int64_t*
   task.lse = x.lse ? x.lse + batch * p.lse.batch + head * p.lse.head : nullptr;
   task.pages = p.page_size ? page_table + batch * page_table_stride : nullptr;
   task.kv_len = kv_lens[batch];
+  task.modifiers = modifiers ? modifiers + batch * p.heads_q + head : nullptr;
   return task;
 }
 
@@ -190,6 +191,11 @@ void run_decode(const Kernels& kernels, const DecodeProblem& p, const Operands& 
   const size_t stride = kernels.decode_partial(p), scratch = kernels.decode_scratch(p, heads);
   std::unique_ptr<float[]> partials(new float[splits_of_all * p.heads_kv * stride]);
   std::vector<std::atomic<int64_t>> done(p.batch * parts);
+  std::vector<HeadModifiers> modifiers;  // by batch and query head; empty if there are none
+  if (p.modifiers.count || x.modifiers.sink || x.modifiers.places)
+    for (int64_t row = 0; row < p.batch * p.heads_q; row++)
+      modifiers.push_back(head_modifiers(p.modifiers, x.modifiers, row / p.heads_q, row % p.heads_q));
+  const HeadModifiers* all_modifiers = modifiers.empty() ? nullptr : modifiers.data();
   threads = worth_threads(keys * p.heads_q * p.seq_q * (p.head_dim + p.head_dim_v), threads);
 
   for_each_task(splits_of_all * parts, threads, [&](int64_t task) {
@@ -198,7 +204,7 @@ void run_decode(const Kernels& kernels, const DecodeProblem& p, const Operands& 
     const int64_t b = std::upper_bound(first_split.begin(), first_split.end(), row) - first_split.begin() - 1;
     const Splits splits = splits_of(p, kv_lens[b]);
     const int64_t split = row - first_split[b], per_head = first_split[b + 1] - first_split[b];
-    DecodeTask t = decode_task(p, x, kv_lens, page_table, page_table_stride, b, part * heads);
+    DecodeTask t = decode_task(p, x, kv_lens, page_table, page_table_stride, all_modifiers, b, part * heads);
     t.heads = std::min(heads, p.heads_kv - part * heads);
     // One head's partial results lie side by side, in the order of their keys.
     float* first_partial = partials.get() + (first_split[b] * p.heads_kv + part * heads * per_head) * stride;
@@ -210,7 +216,7 @@ void run_decode(const Kernels& kernels, const DecodeProblem& p, const Operands& 
     if (++done[b * parts + part] < per_head) return;
     // Whoever finishes the last split merges them all.
     for (int64_t head = 0; head < t.heads; head++) {
-      const DecodeTask one = decode_task(p, x, kv_lens, page_table, page_table_stride, b, part * heads + head);
+      const DecodeTask one = decode_task(p, x, kv_lens, page_table, page_table_stride, all_modifiers, b, part * heads + head);
       kernels.decode_merge(p, one, first_partial + head * per_head * stride, splits.count());
     }
   });
