@@ -65,14 +65,40 @@ static BackwardLayout backward_layout(const BackwardProblem& p) {
   return l;
 }
 
-// The step of one row: scores and d_probs become probs and d_scores in place, in whole vectors.
-template <typename T>
-ATTNWORKS_INLINE void row_gradients(float* scores, float* d_probs, int64_t begin, int64_t end, float lse2, float delta) {
+// Scores and d_probs become probs and d_scores in place, in whole vectors. `shift` in the scores' units: natural ones with STEPS, else base 2.
+template <typename T, bool STEPS>
+ATTNWORKS_INLINE void row_gradients(float* scores, float* d_probs, int64_t begin, int64_t end, float shift, float delta) {
   for (int64_t at = begin; at < end; at += W) {
     // No prob is above 1, but a forward by other sums than these may round a huge score's LSE below the score.
-    const Vec probs = exp2<in_pairs<T> ? 4 : 5>(min(zero(), sub(load(scores + at), set1(lse2))));
+    const Vec probs = prob<STEPS, in_pairs<T> ? 4 : 5>(min(zero(), sub(load(scores + at), set1(shift))));
     store(scores + at, probs);
     store(d_probs + at, mul(probs, sub(load(d_probs + at), set1(delta))));
+  }
+}
+
+// The same where the scores go through steps and a map first. d_probs become the gradient of what comes out of step number `after`; -1: of
+// scale * q k^T. Softcaps are the only steps with a derivative other than 1.
+template <typename T>
+static void modified_row_gradients(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t row, int64_t begin,
+                                   int64_t end, int64_t after, float* scores, float* d_probs) {
+  const Modifiers& m = p.modifiers;
+  float slopes[MAX_STEPS * GRADS_ROW];
+  const int64_t key = task.key_begin + begin, shift = p.bounds.shift(task.seq_q, task.seq_kv);
+  const float own_shift = rows.shift[row], delta = rows.delta[row];
+  scores += begin;
+  d_probs += begin;
+  if (m.count) apply_steps(m, rows.modifiers, row, shift, key, end - begin, scores, slopes, GRADS_ROW);
+  if (rows.modifiers.places) hide_row(m.map, rows.modifiers, row, key, end - begin, scores);
+  if (m.count)
+    row_gradients<T, true>(scores, d_probs, 0, end - begin, own_shift, delta);
+  else
+    row_gradients<T, false>(scores, d_probs, 0, end - begin, own_shift, delta);
+  const float* slope = slopes;
+  for (int64_t n = 0; n < m.count; n++) {
+    if (m.steps[n].kind != StepKind::softcap) continue;
+    if (n > after)
+      for (int64_t at = 0; at < end - begin; at += W) store(d_probs + at, mul(load(slope + at), load(d_probs + at)));
+    slope += GRADS_ROW;
   }
 }
 
@@ -112,6 +138,10 @@ struct Keys {
 ATTNWORKS_INLINE Keys keys_of(const VisibleKeys& visible, const BackwardKeys& task, int64_t first, int64_t last) {
   return {larger(visible.begin(first), task.key_begin) - task.key_begin, smaller(visible.end(last), task.key_end) - task.key_begin};
 }
+// Whether a map shows these rows, which lie in one of its tiles, any key of its tile that key number `key` of ours is in.
+ATTNWORKS_INLINE bool shows(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t key) {
+  return !rows.modifiers.places || place_of(p.modifiers.map, rows.modifiers, rows.row_begin, task.key_begin + key) != PLACE_HIDDEN;
+}
 ATTNWORKS_INLINE VisibleKeys visible_keys(const BackwardProblem& p, const BackwardKeys& task) {
   return {p.bounds, p.bounds.shift(task.seq_q, task.seq_kv), task.seq_kv};
 }
@@ -125,25 +155,35 @@ static void multiply_tiles(const BackwardProblem& p, const BackwardKeys& task, c
     for (int64_t row = rows.row_begin; row < rows.row_end; row += MR) {
       const Keys keys = keys_of(visible, task, row, smaller(row + MR, rows.row_end) - 1);
       const int64_t block = row - rows.row_begin;
-      if (keys.begin < key + PANEL && key < keys.end && keys.begin < keys.end)
+      if (keys.begin < key + PANEL && key < keys.end && keys.begin < keys.end && shows(p, task, rows, key))
         scores_kernel<in_pairs<T>, GRADS_ROW>(units, a + block * units, b + key * units, factor, to + block * GRADS_ROW + key);
     }
 }
 
-// Scores and d_probs of a tile become probs and d_scores, 0 where a row doesn't see a key.
+// Scores and d_probs of a tile become probs and d_scores, 0 where a row doesn't see a key. `after` as in modified_row_gradients.
 template <typename T>
-static void tile_gradients(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, const BackwardLayout& l,
+static void tile_gradients(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, const BackwardLayout& l, int64_t after,
                            float* scratch) {
   constexpr bool PAIRS = in_pairs<T>;
   const VisibleKeys visible = visible_keys(p, task);
   const int64_t width = round_up(round_up(task.key_end - task.key_begin, MR), PAIRS ? 2 * W : 1);  // what the products may read
   const int64_t count = rows.row_end - rows.row_begin, padded = round_up(count, MR);
+  const bool modified = p.modifiers.count || rows.modifiers.places;
   for (int64_t r = 0; r < padded; r++) {
     float *scores = scratch + l.scores + r * GRADS_ROW, *d_probs = scratch + l.d_probs + r * GRADS_ROW;
     const int64_t row = rows.row_begin + r;
     const Keys keys = r < count ? keys_of(visible, task, row, row) : Keys{0, 0};  // rows past the last add nothing
-    if (keys.begin < keys.end)
-      row_gradients<T>(scores, d_probs, keys.begin / W * W, keys.end, rows.lse2[row], rows.delta[row]);
+    const int64_t begin = keys.begin / W * W;
+    if (keys.begin < keys.end && !modified) row_gradients<T, false>(scores, d_probs, begin, keys.end, rows.shift[row], rows.delta[row]);
+    for (int64_t from = begin, to; modified && from < keys.end; from = to) {
+      to = smaller((from / MAP_KEYS + 1) * MAP_KEYS, keys.end);
+      if (shows(p, task, rows, from)) {
+        modified_row_gradients<T>(p, task, rows, row, from, to, after, scores, d_probs);
+      } else {
+        memset(scores + from, 0, (to - from) * 4);
+        memset(d_probs + from, 0, (to - from) * 4);
+      }
+    }
     zero_outside(scores, width, keys.begin, keys.end);
     zero_outside(d_probs, width, keys.begin, keys.end);
   }
@@ -161,7 +201,7 @@ static void add_to_keys(const BackwardProblem& p, const BackwardKeys& task, cons
       const int64_t at = task.key_begin + key;
       int64_t first = larger(at - shift - p.bounds.right - rows.row_begin, 0);
       const int64_t end = smaller(at + MR - shift + p.bounds.left, rows.row_end) - rows.row_begin;
-      if (first >= end) continue;
+      if (first >= end || !(shows(p, task, rows, key) || shows(p, task, rows, smaller(key + MR, task.key_end - task.key_begin) - 1))) continue;
       if (in_pairs<T>) first /= 2;
       const int64_t depth = row_units<T>(end) - first;
       add_product<in_pairs<T>, 1, GRADS_ROW>(smaller(NV, (sum_row - column) / W), depth, gradients + first * GRADS_ROW + key,
@@ -181,19 +221,27 @@ static void backward_begin(const BackwardProblem& p, const BackwardKeys& task, f
   memset(scratch + l.d_v, 0, round_up(keys, MR) * l.sum_row_v * 4);
 }
 
+// The tile of scores and d_probs, and what its products need.
 template <typename T>
-static void backward_add_rows(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, float* scratch) {
-  const BackwardLayout l = backward_layout<T>(p);
+static void recompute(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, const BackwardLayout& l, int64_t after,
+                      float* scratch) {
   const int64_t count = rows.row_end - rows.row_begin;
   const T *q = (const T*)rows.q + rows.row_begin * p.q.row, *d_out = (const T*)rows.d_out + rows.row_begin * p.d_out.row;
+  const float factor = p.modifiers.count ? p.scale : p.scale * LOG2E;  // as in the forward
   // Columns first: they read whole rows, which come from far away, and leave them in the caches.
   pack_v(q, p.q.row, count, p.head_dim, scratch + l.q_columns, l.q_panel);
   pack_v(d_out, p.d_out.row, count, p.head_dim_v, scratch + l.d_out_columns, l.q_panel);
-  pack_q(q, p.q.row, count, p.head_dim, p.scale * LOG2E, scratch + l.q);
+  pack_q(q, p.q.row, count, p.head_dim, factor, scratch + l.q);
   pack_q(d_out, p.d_out.row, count, p.head_dim_v, 1.f, scratch + l.d_out);
-  multiply_tiles<T>(p, task, rows, l.units, scratch + l.q, scratch + l.k, p.scale * LOG2E, scratch + l.scores);
+  multiply_tiles<T>(p, task, rows, l.units, scratch + l.q, scratch + l.k, factor, scratch + l.scores);
   multiply_tiles<T>(p, task, rows, l.units_v, scratch + l.d_out, scratch + l.v, 1.f, scratch + l.d_probs);
-  tile_gradients<T>(p, task, rows, l, scratch);
+  tile_gradients<T>(p, task, rows, l, after, scratch);
+}
+
+template <typename T>
+static void backward_add_rows(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, float* scratch) {
+  const BackwardLayout l = backward_layout<T>(p);
+  recompute<T>(p, task, rows, l, -1, scratch);
   if (task.d_v) add_to_keys<T>(p, task, rows, l, scratch + l.probs, scratch + l.d_out_columns, p.head_dim_v, l.sum_row_v, scratch + l.d_v);
   if (task.d_k) add_to_keys<T>(p, task, rows, l, scratch + l.d_scores, scratch + l.q_columns, p.head_dim, l.sum_row, scratch + l.d_k);
 }
@@ -206,13 +254,47 @@ static void backward_add_d_q(const BackwardProblem& p, const BackwardKeys& task,
   for (int64_t column = 0; column < p.head_dim; column += PANEL)
     for (int64_t row = rows.row_begin; row < rows.row_end; row += MR) {
       const Keys keys = keys_of(visible, task, row, smaller(row + MR, rows.row_end) - 1);
-      const int64_t from = in_pairs<T> ? keys.begin / 2 : keys.begin, depth = larger(row_units<T>(larger(keys.end, 0)) - from, 0);
-      if (!depth && !first) continue;
-      add_product<in_pairs<T>, ROW, 1>(smaller(NV, (l.sum_row - column) / W), depth,
-                                       scratch + l.d_score_rows + (row - rows.row_begin) * ROW + from,
-                                       scratch + l.k_columns + column / PANEL * l.k_panel + from * PANEL,
-                                       rows.d_q_sum + row * l.sum_row + column, l.sum_row, first);
+      float* sum = rows.d_q_sum + row * l.sum_row + column;
+      bool none = first;
+      for (int64_t begin = keys.begin, end; begin < keys.end || none; begin = end) {  // runs of keys that a map shows
+        while (begin < keys.end && !shows(p, task, rows, begin)) begin = (begin / MAP_KEYS + 1) * MAP_KEYS;
+        for (end = begin; end < keys.end && shows(p, task, rows, end);)
+          end = rows.modifiers.places ? smaller((end / MAP_KEYS + 1) * MAP_KEYS, keys.end) : keys.end;
+        if (begin >= end && !none) break;
+        const int64_t from = in_pairs<T> ? begin / 2 : begin, depth = begin < end ? row_units<T>(end) - from : 0;
+        add_product<in_pairs<T>, ROW, 1>(smaller(NV, (l.sum_row - column) / W), depth,
+                                         scratch + l.d_score_rows + (row - rows.row_begin) * ROW + from,
+                                         scratch + l.k_columns + column / PANEL * l.k_panel + from * PANEL, sum, l.sum_row, none);
+        none = false;
+      }
     }
+}
+
+// bias gradient[row][key] += the gradient of the scores after step number `step`, in the order of rows and keys.
+template <typename T>
+static void backward_add_bias(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t step, const BiasGradient& to,
+                              float* scratch) {
+  const BackwardLayout l = backward_layout<T>(p);
+  recompute<T>(p, task, rows, l, step, scratch);
+  const int64_t keys = task.key_end - task.key_begin;
+  float* const column_sums = scratch + l.scores;  // probs are not needed
+  if (!to.row) memset(column_sums, 0, keys * 4);
+  float whole = 0;
+  for (int64_t row = rows.row_begin; row < rows.row_end; row++) {
+    const float* d_scores = scratch + l.d_probs + (row - rows.row_begin) * GRADS_ROW;
+    float* at = to.data + row * to.row + task.key_begin * to.key;
+    if (to.key) {
+      for (int64_t key = 0; key < keys; key++) (to.row ? at[key * to.key] : column_sums[key]) += d_scores[key];
+      continue;
+    }
+    float sum = 0;
+    for (int64_t key = 0; key < keys; key++) sum += d_scores[key];
+    (to.row ? *at : whole) += sum;
+  }
+  if (to.row) return;
+  float* const at = to.data + task.key_begin * to.key;
+  if (!to.key) *at += whole;
+  for (int64_t key = 0; to.key && key < keys; key++) at[key * to.key] += column_sums[key];
 }
 
 // A row of fp32 sums, times factor, as a row of T.
@@ -256,7 +338,7 @@ static void backward_row_sums(const BackwardProblem& p, const BackwardRows& rows
     if (left) sum = fma(load_as_float_n(out + column, left), load_as_float_n(d_out + column, left), sum);
     const float lse = rows.lse[row * p.lse.row], d_lse = rows.d_lse ? rows.d_lse[row * p.lse.row] : 0.f;
     const bool sees_nothing = lse == -INFINITY;
-    rows.lse2[row] = sees_nothing ? INFINITY : lse * LOG2E;
+    rows.shift[row] = sees_nothing ? INFINITY : p.modifiers.count ? lse : lse * LOG2E;
     rows.delta[row] = sees_nothing ? 0.f : reduce_add(sum) - d_lse;
   }
 }
@@ -290,12 +372,17 @@ static void backward_add_d_q(const BackwardProblem& p, const BackwardKeys& task,
 static void backward_store_keys(const BackwardProblem& p, const BackwardKeys& task, void* scratch) {
   ATTNWORKS_BY_DTYPE(p.dtype, backward_store_keys<T>(p, task, (float*)scratch))
 }
+static void backward_add_bias(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t step, const BiasGradient& to,
+                              void* scratch) {
+  ATTNWORKS_BY_DTYPE(p.dtype, backward_add_bias<T>(p, task, rows, step, to, (float*)scratch))
+}
 static void backward_store_d_q(const BackwardProblem& p, const BackwardRows& rows, bool any) {
   ATTNWORKS_BY_DTYPE(p.dtype, backward_store_d_q<T>(p, rows, any))
 }
 #undef ATTNWORKS_BY_DTYPE
 
 constexpr BackwardKernels backward_kernels = {backward_scratch,  backward_d_q_sum_row, backward_row_sums,   backward_begin,
-                                              backward_add_rows, backward_add_d_q,     backward_store_keys, backward_store_d_q};
+                                              backward_add_rows, backward_add_d_q,     backward_store_keys, backward_store_d_q,
+                                              backward_add_bias};
 
 }  // namespace attnworks::ATTNWORKS_ISA

@@ -8,6 +8,7 @@ struct Operands {
   const void *q, *k, *v;
   void* out;
   float* lse;  // may be null
+  ModifierOperands modifiers = {};
 };
 
 void run_forward(const Kernels&, const ForwardProblem&, const Operands&, int threads);
@@ -20,6 +21,8 @@ struct BackwardOperands {
   const void *q, *k, *v, *out, *d_out;
   const float *lse, *d_lse;  // d_lse may be null
   void *d_q, *d_k, *d_v;     // each may be null: not asked for
+  ModifierOperands modifiers = {};
+  BiasGradient d_bias[MAX_STEPS] = {};  // zeros at first; by steps
 };
 
 // cu_seqlens as above for packed sequences, null for dense tensors.

@@ -2,6 +2,8 @@
 // they take turns, in the order of the keys, so that gradients don't depend on who runs what, and tiles of one head still run at once: a task
 // waits only where another is not yet done with the rows at hand. Tasks go from the last rows to the first: under a causal mask a later tile
 // of keys then meets no row that an earlier one has yet to reach.
+#include <string.h>
+
 #include <atomic>
 #include <memory>
 #include <thread>
@@ -18,7 +20,8 @@ constexpr int64_t UNIT = 12;  // a multiple of every kernel's micro-block
 
 // One batch entry or packed sequence.
 struct Sequence {
-  int64_t batch, q0, kv0;  // where it begins: q0, kv0 are 0 in dense tensors
+  int64_t number;          // in the call
+  int64_t batch, q0, kv0;  // where it begins: batch is 0 in packed tensors, q0 and kv0 are in dense ones
   int64_t seq_q, seq_kv, shift;
   int64_t padded;      // rows of one head in the workspace
   int64_t first_row;   // of its first head there
@@ -41,8 +44,12 @@ class Backward {
       : kernels(kernels.backward), p(problem), x(x), group(p.heads_q / p.heads_kv), sum_row(this->kernels.d_q_sum_row(p)) {
     p.tile_q = ceil_div(std::clamp<int64_t>(p.tile_q, 1, MAX_BACKWARD_TILE_Q), UNIT) * UNIT;
     p.tile_kv = std::clamp<int64_t>(p.tile_kv, 1, MAX_BACKWARD_TILE_KV);
+    if (x.modifiers.places) {
+      p.tile_q = MAP_ROWS;
+      p.tile_kv = ceil_div(p.tile_kv, MAP_KEYS) * MAP_KEYS;
+    }
     add_sequences(cu_q, cu_kv);
-    lse2.reset(new float[rows]);
+    shift.reset(new float[rows]);
     delta.reset(new float[rows]);
     if (x.d_q) d_q_sum.reset(new float[rows * sum_row]);
     turns = std::vector<std::atomic<int64_t>>(turn_count);
@@ -61,12 +68,15 @@ class Backward {
         throw;
       }
     });
+    for (int64_t step = 0; step < p.modifiers.count; step++)
+      if (x.d_bias[step].data) run_bias(step, threads);
   }
 
  private:
   void add_sequences(const int64_t* cu_q, const int64_t* cu_kv) {
     for (int64_t b = 0; b < p.batch; b++) {
       Sequence s = {};
+      s.number = b;
       if (cu_q) {
         s.q0 = cu_q[b];
         s.kv0 = cu_kv[b];
@@ -110,9 +120,10 @@ class Backward {
     r.d_q = x.d_q ? at(x.d_q, p.d_q) : nullptr;
     r.lse = x.lse + lse_at;
     r.d_lse = x.d_lse ? x.d_lse + lse_at : nullptr;
-    r.lse2 = lse2.get() + row;
+    r.shift = shift.get() + row;
     r.delta = delta.get() + row;
     r.d_q_sum = x.d_q ? d_q_sum.get() + row * sum_row : nullptr;
+    r.modifiers = head_modifiers(p.modifiers, x.modifiers, s.number, head);
     return r;
   }
 
@@ -164,16 +175,60 @@ class Backward {
         choose_rows(r, s, tile);
         const Tiles tiles = key_tiles_of(s, r);
         if (task.key_tile < tiles.first || task.key_tile > tiles.last) continue;
-        kernels.add_rows(p, keys, r, scratch);
+        const bool any = shows(keys, r);
+        if (any) kernels.add_rows(p, keys, r, scratch);
         if (!x.d_q) continue;
         std::atomic<int64_t>& turn = turns[s.first_turn + head * s.row_tiles + tile];
         if (!wait_for(turn, task.key_tile - tiles.first)) return;
-        kernels.add_d_q(p, keys, r, task.key_tile == tiles.first, scratch);
+        if (any)
+          kernels.add_d_q(p, keys, r, task.key_tile == tiles.first, scratch);
+        else if (task.key_tile == tiles.first)
+          memset(r.d_q_sum + r.row_begin * sum_row, 0, (ceil_div(r.row_end, UNIT) * UNIT - r.row_begin) * sum_row * 4);
         if (task.key_tile == tiles.last) kernels.store_d_q(p, r, true);
         turn.store(task.key_tile - tiles.first + 1, std::memory_order_release);
       }
     }
     kernels.store_keys(p, keys, scratch);
+  }
+
+  // Whether a map shows the rows, which lie in one of its tiles, anything of the tile of keys.
+  bool shows(const BackwardKeys& keys, const BackwardRows& r) const {
+    if (!r.modifiers.places) return true;
+    const int32_t* places = r.modifiers.places + (p.modifiers.map.rows == 1 ? 0 : r.row_begin / MAP_ROWS) * p.modifiers.map.tiles_kv;
+    for (int64_t key = keys.key_begin; key < keys.key_end; key += MAP_KEYS)
+      if (places[key / MAP_KEYS] != PLACE_HIDDEN) return true;
+    return false;
+  }
+
+  // The gradient of a bias, in a pass of its own: S and dP are computed once more. A task owns a part of it (a tile of keys of one batch entry
+  // and head) and sums what the bias was broadcast along, always in one order.
+  void run_bias(int64_t step, int threads) {
+    const BiasGradient& whole = x.d_bias[step];
+    const int64_t batches = whole.batch ? p.batch : std::min<int64_t>(p.batch, 1), heads = whole.head ? p.heads_q : 1;
+    int64_t most = 0;
+    for (const Sequence& s : sequences) most = std::max(most, s.key_tiles);
+    const int64_t parts = whole.key ? most : std::min<int64_t>(most, 1);
+    for_each_task(batches * heads * parts, threads, [&](int64_t task) {
+      const int64_t part = task % parts, own_head = task / parts % heads, own_batch = task / parts / heads;
+      for (int64_t b = own_batch; b < (whole.batch ? own_batch + 1 : p.batch); b++)
+        for (int64_t h = own_head; h < (whole.head ? own_head + 1 : p.heads_q); h++)
+          for (int64_t tile = part; tile < (whole.key ? std::min(part + 1, sequences[b].key_tiles) : sequences[b].key_tiles); tile++)
+            add_bias(sequences[b], h, tile, step, whole);
+    });
+  }
+
+  void add_bias(const Sequence& s, int64_t head, int64_t key_tile, int64_t step, const BiasGradient& whole) const {
+    void* scratch = thread_scratch(kernels.scratch(p));
+    const BackwardKeys keys = head_keys(s, head / group, key_tile);
+    kernels.begin(p, keys, scratch);
+    BackwardRows r = head_rows(s, head);
+    BiasGradient own = whole;
+    own.data += s.number * whole.batch + head * whole.head;
+    for (int64_t tile = 0; tile < s.row_tiles; tile++) {
+      choose_rows(r, s, tile);
+      const Tiles tiles = key_tiles_of(s, r);
+      if (key_tile >= tiles.first && key_tile <= tiles.last && shows(keys, r)) kernels.add_bias(p, keys, r, step, own, scratch);
+    }
   }
 
   // Tasks are taken in the order of their keys, so the one that is waited for is running or done.
@@ -191,7 +246,7 @@ class Backward {
   const int64_t group, sum_row;
   std::vector<Sequence> sequences;
   int64_t rows = 0, turn_count = 0;
-  std::unique_ptr<float[]> lse2, delta, d_q_sum;
+  std::unique_ptr<float[]> shift, delta, d_q_sum;
   std::vector<std::atomic<int64_t>> turns;  // of each head's tile of rows: how many tiles of keys have added to its dQ
   std::atomic<bool> abandoned{false};
 };
