@@ -18,6 +18,12 @@ struct Case {
   std::string label;
   bool with_d_lse = true;
 
+  // Modified: scores + bias[head][row][key], capped, less slope[head] times the distance; and a map. See modify().
+  static constexpr double CAP = 2;
+  std::vector<float> bias, d_bias, slopes;
+  std::vector<int32_t> places;
+  std::vector<uint64_t> bits;
+
   Case(const std::string& isa, const Shape& s, DType dtype, Bounds bounds = ALL, int64_t tile_q = 96, int64_t tile_kv = 256, int layout = 0,
        float scale = 0)
       : shape(s), dtype(dtype), bounds(bounds), scale(scale != 0 ? scale : 1 / sqrtf((float)s.head_dim)), tile_q(tile_q), tile_kv(tile_kv),
@@ -42,15 +48,52 @@ struct Case {
     p.d_q = d_q.strides;
     p.d_k = d_k.strides;
     p.d_v = d_v.strides;
+    if (bias.empty()) return p;
+    p.modifiers.count = 3;
+    p.modifiers.steps[0] = {StepKind::bias, 0, DType::float32, 0, shape.seq_q * shape.seq_kv, shape.seq_kv, 1};
+    p.modifiers.steps[1] = {StepKind::softcap, CAP, DType::float32, 0, 0, 0, 0};
+    p.modifiers.steps[2] = {StepKind::alibi, 0, DType::float32, 0, 1, 0, 0};
+    p.modifiers.map = {0, 0, tiles(shape.seq_kv, MAP_KEYS), MAP_ROWS};
     return p;
   }
-  BackwardOperands operands() const {
-    return {q.data(), k.data(), v.data(), out.data(), d_out.data(), (float*)lse.data(), with_d_lse ? (float*)d_lse.data() : nullptr,
-            d_q.data(), d_k.data(), d_v.data()};
+  static int64_t tiles(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
+
+  // A third of the map's tiles are hidden, a third full, the others have random bits.
+  void modify() {
+    std::normal_distribution<float> normal;
+    for (int64_t n = 0; n < shape.heads_q * shape.seq_q * shape.seq_kv; n++) bias.push_back(normal(generator));
+    d_bias.assign(bias.size(), 0);
+    for (int64_t h = 0; h < shape.heads_q; h++) slopes.push_back(0.01f * (h + 1));
+    for (int64_t tile = 0; tile < tiles(shape.seq_q, MAP_ROWS) * tiles(shape.seq_kv, MAP_KEYS); tile++) {
+      const int kind = generator() % 3;
+      places.push_back(kind == 0 ? PLACE_HIDDEN : kind == 1 ? PLACE_FULL : (int32_t)(bits.size() / MAP_ROWS));
+      for (int64_t row = 0; kind == 2 && row < MAP_ROWS; row++) bits.push_back((uint64_t)generator() << 32 | generator());
+    }
+    label += " modified";
+  }
+  bool sees(int64_t row, int64_t key) const {
+    if (places.empty()) return true;
+    const int32_t place = places[row / MAP_ROWS * tiles(shape.seq_kv, MAP_KEYS) + key / MAP_KEYS];
+    return place == PLACE_FULL || (place >= 0 && bits[place * MAP_ROWS + row % MAP_ROWS] >> key % MAP_KEYS & 1);
+  }
+  ModifierOperands modifier_operands() const {
+    if (bias.empty()) return {};
+    ModifierOperands m;
+    m.steps[0] = bias.data();
+    m.steps[2] = slopes.data();
+    m.places = places.data();
+    m.bits = bits.data();
+    return m;
+  }
+  BackwardOperands operands() {
+    BackwardOperands x = {q.data(), k.data(), v.data(), out.data(), d_out.data(), (float*)lse.data(), with_d_lse ? (float*)d_lse.data() : nullptr,
+                          d_q.data(), d_k.data(), d_v.data(), modifier_operands()};
+    if (!bias.empty()) x.d_bias[0] = {d_bias.data(), 0, shape.seq_q * shape.seq_kv, shape.seq_kv, 1};
+    return x;
   }
   void run(const Kernels& kernels, int threads = 2) { run(kernels, problem(), nullptr, nullptr, threads); }
   void run(const Kernels& kernels, BackwardProblem p, const int64_t* cu_q, const int64_t* cu_kv, int threads) {
-    const Operands forward = {q.data(), k.data(), v.data(), out.data(), (float*)lse.data()};
+    const Operands forward = {q.data(), k.data(), v.data(), out.data(), (float*)lse.data(), modifier_operands()};
     if (cu_q)
       run_forward_varlen(kernels, p, forward, cu_q, cu_kv, threads);
     else
@@ -110,7 +153,7 @@ struct Case {
       Sums sum_q(seq_q * shape.head_dim);
       for (int64_t i = 0; i < seq_q; i++) {
         const double through_lse = with_d_lse ? d_lse.value(b, h, q0 + i, 0) : 0;
-        add_row(queries.row(i), d_outs.row(i), through_lse, i, i + (bounds.top_left ? 0 : seq_kv - seq_q), keys, values, sum_q, sum_k, sum_v);
+        add_row(h, queries.row(i), d_outs.row(i), through_lse, i, i + (bounds.top_left ? 0 : seq_kv - seq_q), keys, values, sum_q, sum_k, sum_v);
       }
       compare("dq", Matrix(d_q, b, h, q0, seq_q), sum_q);
     }
@@ -119,19 +162,29 @@ struct Case {
   }
 
   // What row i adds to the gradients; `origin` is its own place among the keys.
-  void add_row(const double* query, const double* d_row, double through_lse, int64_t i, int64_t origin, const Matrix& keys, const Matrix& values,
+  void add_row(int64_t h, const double* query, const double* d_row, double through_lse, int64_t i, int64_t origin, const Matrix& keys, const Matrix& values,
                Sums& sum_q, Sums& sum_k, Sums& sum_v) const {
     const int64_t dim = shape.head_dim, dim_v = shape.head_dim_v, seq_kv = (int64_t)keys.values.size() / dim;
     const int64_t begin = std::max<int64_t>(0, origin - bounds.left), end = std::min(seq_kv, origin + bounds.right + 1);
     if (begin >= end) return;
     std::vector<Product> scores, d_probs;
-    std::vector<double> probs;
+    std::vector<double> probs, derivatives;
     double highest = -INFINITY, sum = 0, delta = 0, delta_size = 0;
     for (int64_t j = begin; j < end; j++) {
       scores.emplace_back(query, keys.row(j), dim, scale);
       d_probs.emplace_back(d_row, values.row(j), dim_v, 1);
-      highest = std::max(highest, scores.back().value);
+      double& score = scores.back().value;
+      derivatives.push_back(1);
+      if (!bias.empty()) {
+        const double t = tanh((score + bias[(h * shape.seq_q + i) * shape.seq_kv + j]) / CAP);
+        scores.back().size += 4;
+        derivatives.back() = 1 - t * t;
+        score = CAP * t - slopes[h] * fabs((double)(origin - j));
+      }
+      if (!sees(i, j)) score = -INFINITY;
+      highest = std::max(highest, score);
     }
+    if (highest == -INFINITY) return;
     for (const Product& score : scores) {
       probs.push_back(exp(score.value - highest));
       sum += probs.back();
@@ -143,9 +196,15 @@ struct Case {
     }
     for (size_t n = 0; n < probs.size(); n++) {
       const int64_t j = begin + (int64_t)n;
-      const double d_score = scale * probs[n] * (d_probs[n].value - delta + through_lse);
+      const double d_capped = probs[n] * (d_probs[n].value - delta + through_lse), d_score = scale * derivatives[n] * d_capped;
       const double error = 8 * (roundoff(dtype) + 0x1p-24 * scores[n].size);
-      const double d_error = error * fabs(scale) * probs[n] * (d_probs[n].size + delta_size + fabs(through_lse));
+      const double d_size = probs[n] * (d_probs[n].size + delta_size + fabs(through_lse)), d_error = error * fabs(scale) * d_size;
+      if (!bias.empty()) {
+        const double got = d_bias[(h * shape.seq_q + i) * shape.seq_kv + j], expected = derivatives[n] * d_capped;
+        if (fabs(got - expected) > error * d_size + 1e-7)
+          expect(false, label + ": d_bias of row " + std::to_string(i) + " key " + std::to_string(j) + " was " + std::to_string(got) + ", must be " +
+                            std::to_string(expected));
+      }
       for (int64_t c = 0; c < dim; c++) {
         sum_q.add(i * dim + c, d_score * keys.row(j)[c], d_error * fabs(keys.row(j)[c]));
         sum_k.add(j * dim + c, d_score * query[c], d_error * fabs(query[c]));
@@ -294,6 +353,30 @@ void varlen(const Kernels& kernels) {
       }
 }
 
+// Through score steps and a map; hidden tiles of keys hold NaN. The same bits on any number of threads.
+void modified(const Kernels& kernels) {
+  for (DType dtype : DTYPES)
+    for (const Bounds& bounds : {ALL, CAUSAL, Bounds{150, 40, false}}) {
+      Case x(kernels.isa, {1, 4, 2, 200, 330, 24, 16}, dtype, bounds, 96, 128);
+      x.modify();
+      const int64_t tiles_kv = Case::tiles(330, MAP_KEYS);
+      for (int64_t key = 0; key < 330; key++) {
+        bool hidden = true;
+        for (int64_t row = 0; row < 200; row += MAP_ROWS) hidden &= x.places[row / MAP_ROWS * tiles_kv + key / MAP_KEYS] == PLACE_HIDDEN;
+        for (int64_t h = 0; hidden && h < 2; h++) x.k.fill_row(0, h, key, NAN);
+      }
+      x.run(kernels);
+      x.check();
+      const std::string once = x.result();
+      const std::vector<float> d_bias = x.d_bias;
+      for (int threads : {1, 5}) {
+        std::fill(x.d_bias.begin(), x.d_bias.end(), 0.f);
+        x.run(kernels, threads);
+        expect(x.result() == once && x.d_bias == d_bias, x.label + ": other bits on " + std::to_string(threads) + " threads");
+      }
+    }
+}
+
 // A gradient that nobody asked for changes no bit of the others.
 void subsets(const Kernels& kernels) {
   Case x(kernels.isa, {1, 2, 1, 50, 80, 24, 16}, DType::bfloat16, CAUSAL, 24, 32);
@@ -332,6 +415,7 @@ int main(int argc, char** argv) {
     large_scores(*kernels);
     varlen(*kernels);
     subsets(*kernels);
+    modified(*kernels);
     printf("%s: %d checks\n", kernels->isa, checks - before);
   }
   printf("%d checks, %d failures\n", checks, failures);
