@@ -18,7 +18,8 @@ from attnworks import (
     attention_varlen,
 )
 from attnworks import tilemap as tilemaps
-from attnworks.backends import cpu, cpu_modifiers
+from attnworks.backends import cpu
+from attnworks.backends.cpu import modifiers as cpu_modifiers
 from helpers import assert_close, problem_of, randn
 
 pytestmark = pytest.mark.skipif(not cpu.isas(), reason="the cpu backend's verdict: native extension not built")
@@ -70,7 +71,12 @@ BROADCASTS = [(130, 200), (2, 1, 1, 200), (1, 4, 130, 1), (2, 4, 130, 200), (4, 
 @pytest.mark.parametrize("shape", BROADCASTS)
 def test_a_bias_and_a_mask_of_every_shape(shape):
     q, k = randn(2, 4, 130, 32), randn(2, 2, 200, 32)
-    for bias in (randn(*shape), randn(*shape).double(), randn(*shape).bfloat16(), randn(*shape[::-1]).permute(*range(len(shape))[::-1])):
+    for bias in (
+        randn(*shape),
+        randn(*shape).double(),
+        randn(*shape).bfloat16(),
+        randn(*shape[::-1]).permute(*range(len(shape))[::-1]),
+    ):
         out = attention(q, k, k, scores=(Bias(bias),), mask=bias > 0, backend="cpu")
         assert_close(out, attention(q.double(), k.double(), k.double(), scores=(Bias(bias),), mask=bias > 0))
 
@@ -134,7 +140,10 @@ def test_a_map_is_made_once_and_anew_when_its_operands_change(monkeypatch):
         return document[q] == document[k]
 
     first = attention(q, q, q, mask=mask, backend="cpu")
-    assert torch.equal(first, attention(q, q, q, mask=mask, scores=(Softcap(1e6),), backend="cpu").round(decimals=9)) or made
+    assert (
+        torch.equal(first, attention(q, q, q, mask=mask, scores=(Softcap(1e6),), backend="cpu").round(decimals=9))
+        or made
+    )
     attention(q * 2, q, q, mask=mask, backend="cpu")
     assert len(made) == 1
     document[:] = torch.arange(200) // 20
