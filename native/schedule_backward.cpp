@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -233,9 +234,13 @@ class Backward {
 
   // Tasks are taken in the order of their keys, so the one that is waited for is running or done.
   bool wait_for(const std::atomic<int64_t>& turn, int64_t mine) const {
-    while (turn.load(std::memory_order_acquire) != mine) {
+    for (int64_t tries = 0; turn.load(std::memory_order_acquire) != mine; tries++) {
       if (abandoned) return false;
-      std::this_thread::yield();
+      // With more threads than cores the one that is waited for may need this one's core.
+      if (tries < 100)
+        std::this_thread::yield();
+      else
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
     return true;
   }

@@ -48,7 +48,7 @@ def test_every_instruction_set_in_every_form(isa, dtype):
     agree(packed, (q[0], k[0], v[0]), (randn(130, 4, 24, dtype=dtype), randn(4, 130)), plan=plan)
 
 
-@pytest.mark.parametrize("shape", itertools.product((1, 2), (1, 4), (1, 100), (1, 300)))
+@pytest.mark.parametrize("shape", list(itertools.product((1, 2), (1, 4), (1, 100), (1, 300))))
 def test_a_bias_however_it_is_broadcast(shape):
     q, k, bias, sink = randn(2, 4, 100, 16), randn(2, 2, 300, 16), randn(*shape), randn(4)
 

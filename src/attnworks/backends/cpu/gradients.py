@@ -63,7 +63,7 @@ class Backward:
         return sums, told
 
     def _sink(self, sink: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor:
-        """The sink's P is exp(sink - LSE), its dP is 0: dsink = -Σ P · delta. Heads are lse's last dimension but one."""
+        """The sink's P is exp(sink - LSE), its dP is 0: dsink = -Σ P · delta. Heads come last but one in lse."""
         delta = (out.float() * d_out.float()).sum(-1)
         if self.problem.form == "varlen" or self.problem.layout == "bshd":  # rows before heads
             delta = delta.transpose(-1, -2)
