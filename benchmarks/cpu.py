@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+import cpu_masks
 import cpu_probes
 from attnworks import Causal, Window
 from attnworks.backends import cpu
@@ -190,6 +191,7 @@ def import_time(settings: Settings) -> Iterator[Row]:
 SECTIONS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "prefill": prefill,
     "window": window,
+    "masks": cpu_masks.masks,
     "decode": decode,
     "memory": memory,
     "overhead": overhead,

@@ -70,11 +70,13 @@ def test_it_runs_masks_and_modifiers():
         assert reasons(**masked(mask)) == ""
     for score in (Softcap(5.0), ALiBi(randn(4)), Bias(randn(64, 64)), Sink(randn(4))):
         assert reasons(**scored(score)) == ""
-    assert reasons(**scored(lambda s, b, h, q, k: s)) == "score modifier <lambda>"
+    assert reasons(**scored(lambda s, b, h, q, k: s)) == "score function <lambda> (has softcap, ALiBi, bias and sink)"
 
 
 def test_all_reasons_come_at_once():
-    told = cpu.verdict(problem(dtype=torch.float64, differentiable=True, **scored(lambda s, b, h, q, k: s)), MACHINE).reasons
+    told = cpu.verdict(
+        problem(dtype=torch.float64, differentiable=True, **scored(lambda s, b, h, q, k: s)), MACHINE
+    ).reasons
     assert len(told) == 3
 
 

@@ -89,7 +89,7 @@ def test_operands_are_read_in_place():
 
 @pytest.mark.parametrize("rows", [2048, 3])
 def test_hidden_tiles_are_never_loaded(rows):
-    """Tiles that a predicate hides hold NaN, between visible ones: not even as weight 0 times NaN do they reach a row."""
+    """Tiles that a predicate hides hold NaN, between visible ones: not even as 0 times NaN do they reach a row."""
     q, k = randn(1, 1, rows, 32), randn(1, 1, 2048, 32)
     poisoned = k.clone()
     for start in range(64, 2048, 192):
@@ -183,6 +183,8 @@ def refused(**asked) -> list[str]:
 
 def test_what_it_cannot_do_it_says():
     assert refused(mask=lambda b, h, q, k: q >= k and k > 3)[0].startswith("mask <lambda>: branches on q >= k")
-    assert refused(scores=(lambda s, b, h, q, k: s * 2,)) == ["score modifier <lambda>"]
+    assert refused(scores=(lambda s, b, h, q, k: s * 2,)) == [
+        "score function <lambda> (has softcap, ALiBi, bias and sink)"
+    ]
     assert refused(scores=(Softcap(2.0),) * 9) == ["9 score modifiers (at most 8)"]
     assert refused(scores=(Softcap(2.0),) * 8, mask=lambda b, h, q, k: q % 2 == k % 2) == []

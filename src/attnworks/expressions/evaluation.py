@@ -45,9 +45,7 @@ def evaluate(
     return torch.full((), result, device=next(iter(inputs.values())).device)  # a constant, such as a derivative
 
 
-def _value(
-    node: Node, args: list[Any], inputs: Mapping[str, Tensor], operands: Sequence[Tensor], nearest: bool
-) -> Any:
+def _value(node: Node, args: list[Any], inputs: Mapping[str, Tensor], operands: Sequence[Tensor], nearest: bool) -> Any:
     if node.op == "input":
         return inputs[node.literal]
     if node.op == "const":
