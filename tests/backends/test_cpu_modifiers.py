@@ -18,7 +18,8 @@ from attnworks import (
     attention_varlen,
 )
 from attnworks import tilemap as tilemaps
-from attnworks.backends import cpu, cpu_modifiers
+from attnworks.backends import cpu
+from attnworks.backends.cpu import modifiers as cpu_modifiers
 from helpers import assert_close, problem_of, randn
 
 pytestmark = pytest.mark.skipif(not cpu.isas(), reason="the cpu backend's verdict: native extension not built")
@@ -178,7 +179,7 @@ def test_bounds_of_both_alignments():
 
 def refused(**asked) -> list[str]:
     q = randn(1, 4, 64, 32)
-    return cpu_modifiers.reasons(problem_of(q, q, q, **asked))
+    return cpu_modifiers.refusals(problem_of(q, q, q, **asked))
 
 
 def test_what_it_cannot_do_it_says():

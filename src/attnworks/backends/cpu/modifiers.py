@@ -27,7 +27,7 @@ MAX_STEPS = 8
 BLOCK = 2**22
 
 
-def reasons(problem: Problem) -> list[str]:
+def refusals(problem: Problem) -> list[str]:
     """What of the problem's scores and mask the native kernels cannot do."""
     functions = [term for term in problem.scores if term.kind == "function"]
     found = [f"score function {term.name} (has softcap, ALiBi, bias and sink)" for term in functions]
