@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+import cpu_masks
 import cpu_probes
 from attnworks import Causal, Window
 from attnworks.backends import cpu
@@ -219,6 +220,7 @@ SECTIONS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "prefill": prefill,
     "window": window,
     "backward": backward,
+    "masks": cpu_masks.masks,
     "decode": decode,
     "memory": memory,
     "overhead": overhead,

@@ -156,6 +156,7 @@ static void attend_keys(const ForwardProblem& p, const ForwardTask& task, const 
 
   float* scores = scratch + l.scores;
   for (int64_t at = begin; at < end; at += PANEL) {
+    if constexpr (STEPS) prefetch_steps(p.modifiers, task.modifiers, row, last, tile + at, PANEL);
     const float *q = scratch + l.q + block * l.units, *k = scratch + l.k + (at - packed_begin) * l.units;
     if constexpr (in_tiles<T>) {
       tile_scores(l.units, q, k, scores + at, SCORES_ROW);

@@ -84,6 +84,20 @@ ATTNWORKS_INLINE void apply_steps(const Modifiers& m, const HeadModifiers& head,
   }
 }
 
+// Asks for what apply_steps will read for queries [first, last] and `count` keys from `key` on: rows of a bias lie far apart, where the hardware
+// fetches nothing ahead. Asked for before each panel of a product, it is there when that is done.
+ATTNWORKS_INLINE void prefetch_steps(const Modifiers& m, const HeadModifiers& head, int64_t first, int64_t last, int64_t key, int64_t count) {
+  for (int64_t n = 0; n < m.count; n++) {
+    const ScoreStep& step = m.steps[n];
+    if (step.kind != StepKind::bias || step.key != 1 || step.row == 0) continue;
+    const int64_t size = step.dtype == DType::float32 ? 4 : 2;
+    for (int64_t query = first; query <= last; query++) {
+      const char* row = (const char*)head.steps[n].data + (query * step.row + key) * size;
+      for (int64_t at = 0; at < count * size; at += 64) prefetch(row + at);
+    }
+  }
+}
+
 // The LSE of a row from its maximum and sum, in natural units if `natural` else in base 2, and what its acc is to be multiplied by.
 ATTNWORKS_INLINE float row_lse(bool natural, float running_max, float sum, float sink, float& factor) {
   if (sink == -INFINITY) {

@@ -34,6 +34,7 @@ uint64_t word(const uint8_t* keys, int64_t stride, int64_t count) {
 }  // namespace
 
 void pack_mask(const MaskTensor& mask, int64_t tile_rows, int32_t* places, uint64_t* bits, int threads) {
+  constexpr int64_t STRIP = 64;
   const int64_t tiles_q = (mask.rows + tile_rows - 1) / tile_rows, tiles_kv = (mask.keys + MAP_KEYS - 1) / MAP_KEYS;
   // Threads are worth waking from about 64 KiB of mask on.
   threads = (int)std::clamp<int64_t>(mask.batch * mask.heads * mask.rows * mask.keys >> 16, 1, std::max(threads, 1));
@@ -41,18 +42,26 @@ void pack_mask(const MaskTensor& mask, int64_t tile_rows, int32_t* places, uint6
     const int64_t row_tile = unit % tiles_q, head = unit / tiles_q % mask.heads, batch = unit / tiles_q / mask.heads;
     const int64_t rows = std::min(tile_rows, mask.rows - row_tile * tile_rows);
     const uint8_t* first = mask.data + batch * mask.stride_batch + head * mask.stride_head + row_tile * tile_rows * mask.stride_row;
-    for (int64_t tile = 0; tile < tiles_kv; tile++) {
-      const int64_t number = unit * tiles_kv + tile, count = std::min(MAP_KEYS, mask.keys - tile * MAP_KEYS);
-      uint64_t* to = bits + number * tile_rows;
-      uint64_t any = 0, all = ~(uint64_t)0;
-      for (int64_t row = 0; row < rows; row++) {
-        to[row] = word(first + row * mask.stride_row + tile * MAP_KEYS * mask.stride_key, mask.stride_key, count);
-        any |= to[row];
-        all &= to[row];
+    // Row by row as they lie in memory, some tiles of keys at a time.
+    for (int64_t begin = 0; begin < tiles_kv; begin += STRIP) {
+      const int64_t tiles = std::min(STRIP, tiles_kv - begin);
+      uint64_t any[STRIP] = {}, all[STRIP];
+      std::fill(all, all + STRIP, ~(uint64_t)0);
+      const auto keys = [&](int64_t tile) { return std::min(MAP_KEYS, mask.keys - (begin + tile) * MAP_KEYS); };
+      uint64_t* to = bits + (unit * tiles_kv + begin) * tile_rows;
+      for (int64_t row = 0; row < rows; row++)
+        for (int64_t tile = 0; tile < tiles; tile++) {
+          const uint8_t* at = first + row * mask.stride_row + (begin + tile) * MAP_KEYS * mask.stride_key;
+          const uint64_t seen = to[tile * tile_rows + row] = word(at, mask.stride_key, keys(tile));
+          any[tile] |= seen;
+          all[tile] &= seen;
+        }
+      for (int64_t tile = 0; tile < tiles; tile++) {
+        std::fill(to + tile * tile_rows + rows, to + (tile + 1) * tile_rows, ~(uint64_t)0);
+        const uint64_t inside = keys(tile) == MAP_KEYS ? ~(uint64_t)0 : ~(~(uint64_t)0 << keys(tile));
+        const int64_t number = unit * tiles_kv + begin + tile;
+        places[number] = (any[tile] & inside) == 0 ? PLACE_HIDDEN : ~all[tile] == 0 ? PLACE_FULL : (int32_t)number;
       }
-      for (int64_t row = rows; row < tile_rows; row++) to[row] = ~(uint64_t)0;
-      const uint64_t inside = count == MAP_KEYS ? ~(uint64_t)0 : ~(~(uint64_t)0 << count);
-      places[number] = (any & inside) == 0 ? PLACE_HIDDEN : ~all == 0 ? PLACE_FULL : (int32_t)number;
     }
   });
 }

@@ -71,12 +71,8 @@ BROADCASTS = [(130, 200), (2, 1, 1, 200), (1, 4, 130, 1), (2, 4, 130, 200), (4, 
 @pytest.mark.parametrize("shape", BROADCASTS)
 def test_a_bias_and_a_mask_of_every_shape(shape):
     q, k = randn(2, 4, 130, 32), randn(2, 2, 200, 32)
-    for bias in (
-        randn(*shape),
-        randn(*shape).double(),
-        randn(*shape).bfloat16(),
-        randn(*shape[::-1]).permute(*range(len(shape))[::-1]),
-    ):
+    turned = randn(*shape[::-1]).permute(tuple(range(len(shape)))[::-1])
+    for bias in (randn(*shape), randn(*shape).double(), randn(*shape).bfloat16(), turned):
         out = attention(q, k, k, scores=(Bias(bias),), mask=bias > 0, backend="cpu")
         assert_close(out, attention(q.double(), k.double(), k.double(), scores=(Bias(bias),), mask=bias > 0))
 
@@ -94,7 +90,7 @@ def test_operands_are_read_in_place():
 
 @pytest.mark.parametrize("rows", [2048, 3])
 def test_hidden_tiles_are_never_loaded(rows):
-    """Tiles that a predicate hides hold NaN, between visible ones: not even as weight 0 times NaN do they reach a row."""
+    """Tiles that a predicate hides hold NaN, between visible ones: not even as 0 times NaN do they reach a row."""
     q, k = randn(1, 1, rows, 32), randn(1, 1, 2048, 32)
     poisoned = k.clone()
     for start in range(64, 2048, 192):
@@ -139,12 +135,8 @@ def test_a_map_is_made_once_and_anew_when_its_operands_change(monkeypatch):
     def mask(b, h, q, k):
         return document[q] == document[k]
 
-    first = attention(q, q, q, mask=mask, backend="cpu")
-    assert (
-        torch.equal(first, attention(q, q, q, mask=mask, scores=(Softcap(1e6),), backend="cpu").round(decimals=9))
-        or made
-    )
-    attention(q * 2, q, q, mask=mask, backend="cpu")
+    for scale in (1.0, 2.0):
+        attention(q * scale, q, q, mask=mask, backend="cpu")
     assert len(made) == 1
     document[:] = torch.arange(200) // 20
     assert_close(attention(q, q, q, mask=mask, backend="cpu"), attention(q.double(), q.double(), q.double(), mask=mask))
@@ -187,11 +179,13 @@ def test_bounds_of_both_alignments():
 
 def refused(**asked) -> list[str]:
     q = randn(1, 4, 64, 32)
-    return cpu_modifiers.reasons(problem_of(q, q, q, **asked))
+    return cpu_modifiers.refusals(problem_of(q, q, q, **asked))
 
 
 def test_what_it_cannot_do_it_says():
     assert refused(mask=lambda b, h, q, k: q >= k and k > 3)[0].startswith("mask <lambda>: branches on q >= k")
-    assert refused(scores=(lambda s, b, h, q, k: s * 2,)) == ["score modifier <lambda>"]
+    assert refused(scores=(lambda s, b, h, q, k: s * 2,)) == [
+        "score function <lambda> (has softcap, ALiBi, bias and sink)"
+    ]
     assert refused(scores=(Softcap(2.0),) * 9) == ["9 score modifiers (at most 8)"]
     assert refused(scores=(Softcap(2.0),) * 8, mask=lambda b, h, q, k: q % 2 == k % 2) == []

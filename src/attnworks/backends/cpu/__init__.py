@@ -17,8 +17,7 @@ from torch import Tensor
 
 from attnworks.backends import BackwardLauncher, Launcher
 from attnworks.backends.cpu.gradients import Backward
-from attnworks.backends.cpu.modifiers import DTYPES, Modifiers
-from attnworks.backends.cpu.modifiers import reasons as modifier_reasons
+from attnworks.backends.cpu.modifiers import DTYPES, Modifiers, refusals
 from attnworks.errors import Verdict
 from attnworks.hardware import Hardware
 from attnworks.plan import Plan
@@ -79,7 +78,7 @@ def verdict(problem: Problem, hardware: Hardware) -> Verdict:
         reasons.append("forward-mode AD or a functorch transform must see torch operations")
     if problem.traced:
         reasons.append("a tracer or a tensor subclass must see torch operations")
-    reasons += modifier_reasons(problem)
+    reasons += refusals(problem)
     if problem.head_dim > MAX_HEAD_DIM:
         reasons.append(f"head_dim {problem.head_dim} (at most {MAX_HEAD_DIM})")
     if problem.head_dim_v > MAX_HEAD_DIM_V:

@@ -27,9 +27,10 @@ MAX_STEPS = 8
 BLOCK = 2**22
 
 
-def reasons(problem: Problem) -> list[str]:
+def refusals(problem: Problem) -> list[str]:
     """What of the problem's scores and mask the native kernels cannot do."""
-    found = [f"score modifier {term.name or term.kind}" for term in problem.scores if term.kind == "function"]
+    functions = [term for term in problem.scores if term.kind == "function"]
+    found = [f"score function {term.name} (has softcap, ALiBi, bias and sink)" for term in functions]
     if len(_steps(problem.scores)) > MAX_STEPS:
         found.append(f"{len(_steps(problem.scores))} score modifiers (at most {MAX_STEPS})")
     predicates = [term for term in problem.mask if isinstance(term, Predicate)]
@@ -37,7 +38,7 @@ def reasons(problem: Problem) -> list[str]:
 
 
 class Modifiers:
-    """Of one problem: ``bounds`` and what ``modify`` gives a native kernel once; ``operands`` gives each call's rest."""
+    """Of one problem: ``bounds``, what ``modify`` tells a native kernel once, what ``operands`` gives it each call."""
 
     def __init__(self, problem: Problem, native: Any) -> None:
         self._native = native
