@@ -1,9 +1,11 @@
 // Decode: few query rows against a long KV cache. Bound by the bytes of K and V, so all rows that share a KV head go over it together,
 // and the next rows of V and K are on their way from memory while these are computed with. One call handles one split of the keys;
 // decode_merge joins the splits by their log-sum-exp (Flash-Decoding). Inside: online softmax (Milakov & Gimelshein 2018, algorithm 3)
-// over blocks of keys. Scores are kept in units of log2, scaled before the maximum is taken: so the largest one's exponent is exactly 0.
+// over blocks of keys. Scores are kept in units of log2 (in their own if modifiers change them), scaled before the maximum is taken: so the
+// largest one's exponent is exactly 0.
 #pragma once
 #include "decode_products.h"
+#include "modifiers.h"
 
 namespace attnworks::ATTNWORKS_ISA {
 
@@ -33,18 +35,6 @@ static void find_rows(const DecodeTask& task, const T* cache, const Strides& str
   }
   for (; j < BLOCK_KEYS; j++) rows[j] = rows[count - 1];
 }
-template <typename T>
-static void find_block(const DecodeProblem& p, const DecodeTask& task, int64_t first, int64_t end, const T* zero_row, Block<T>& block) {
-  const int64_t key_bytes = task.heads * (p.head_dim + p.head_dim_v) * (int64_t)sizeof(T);
-  const int64_t most = DECODE_BLOCK_BYTES / key_bytes / DECODE_BLOCK_KEYS * DECODE_BLOCK_KEYS;
-  block.first = first;
-  block.count = (int)clamp(end - first, 0, clamp(most, DECODE_BLOCK_KEYS, BLOCK_KEYS));
-  if (block.count == 0) return;
-  find_rows(task, (const T*)task.k, p.k, p.page_size, first, block.count, block.keys);
-  find_rows(task, (const T*)task.v, p.v, p.page_size, first, block.count, block.values);
-  if (PAIRS<T> && block.count % 2) block.values[block.count] = zero_row;
-}
-
 // What a tile of rows of each of a task's KV heads keeps on chip; the keys that a row sees are the same for all heads.
 template <typename T>
 struct Tile {
@@ -53,6 +43,8 @@ struct Tile {
   float* scores;                               // [heads][BLOCK_ROWS][BLOCK_KEYS]
   T* zero_row;                                 // for the odd last row of V where rows enter in pairs
   int64_t *begin, *end;                        // the keys that a row sees
+  int rows;                                    // in use
+  int64_t query[TILE_ROWS], head[TILE_ROWS];   // of a row: its query, and which of its group's query heads it is
 
   Tile(const DecodeProblem& p, int64_t heads, float* scratch) {
     q_stride = round_up(p.head_dim, STEP) / STEP * VECS<T> * W;
@@ -69,6 +61,37 @@ struct Tile {
     memset((void*)zero_row, 0, heads * acc_stride * sizeof(T));
   }
 };
+
+// The next keys in [begin, end) that a map may show to any head of the task and any of the queries [first, last].
+static inline KeyRange shown_to_any(const DecodeProblem& p, const DecodeTask& task, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  if (!task.modifiers || !task.modifiers->places) return {begin, end};
+  const int64_t heads = p.modifiers.map.head ? task.heads * (p.heads_q / p.heads_kv) : 1;
+  const auto any = [&](int64_t key) {
+    for (int64_t head = 0; head < heads; head++)
+      if (shown(p.modifiers.map, task.modifiers[head], first, last, key)) return true;
+    return false;
+  };
+  const auto next = [&](int64_t key) { return smaller((key / MAP_KEYS + 1) * MAP_KEYS, end); };
+  while (begin < end && !any(begin)) begin = next(begin);
+  int64_t stop = begin;
+  while (stop < end && stop < begin + BLOCK_KEYS && any(stop)) stop = next(stop);
+  return {begin, stop};
+}
+
+// The block of keys from `first` on, or from the first after it that any row of the tile may see.
+template <typename T>
+static void find_block(const DecodeProblem& p, const DecodeTask& task, const Tile<T>& tile, int64_t first, int64_t end, Block<T>& block) {
+  const KeyRange keys = shown_to_any(p, task, tile.query[0], tile.query[tile.rows - 1], first, end);
+  const int64_t key_bytes = task.heads * (p.head_dim + p.head_dim_v) * (int64_t)sizeof(T);
+  const int64_t most = DECODE_BLOCK_BYTES / key_bytes / DECODE_BLOCK_KEYS * DECODE_BLOCK_KEYS;
+  block.first = keys.begin;
+  block.count = (int)clamp(keys.end - keys.begin, 0, clamp(most, DECODE_BLOCK_KEYS, BLOCK_KEYS));
+  if (block.count == 0) return;
+  find_rows(task, (const T*)task.k, p.k, p.page_size, block.first, block.count, block.keys);
+  find_rows(task, (const T*)task.v, p.v, p.page_size, block.first, block.count, block.values);
+  if (PAIRS<T> && block.count % 2) block.values[block.count] = tile.zero_row;
+}
+
 static size_t decode_scratch(const DecodeProblem& p, int64_t heads) {
   const int64_t head_dim = round_up(p.head_dim, STEP), head_dim_v = round_up(p.head_dim_v, STEP);
   const int64_t of_head = BLOCK_ROWS * BLOCK_KEYS + TILE_ROWS * (head_dim + head_dim_v + 2) + head_dim_v;
@@ -77,11 +100,14 @@ static size_t decode_scratch(const DecodeProblem& p, int64_t heads) {
 
 // Fills the tile with rows [first_row, first_row + rows) of every head's group and an empty result.
 template <typename T>
-static void start_tile(const DecodeProblem& p, const DecodeTask& task, int64_t first_row, int rows, const Tile<T>& tile) {
+static void start_tile(const DecodeProblem& p, const DecodeTask& task, int64_t first_row, int rows, Tile<T>& tile) {
   const int64_t group = p.heads_q / p.heads_kv, shift = p.bounds.shift(p.seq_q, task.kv_len);
   const int64_t padded = round_up(rows, BLOCK_ROWS);  // rows that only fill up a block are 0 and see nothing
+  tile.rows = rows;
   for (int r = 0; r < padded; r++) {
     const int64_t query = (first_row + r) / group;
+    tile.query[r] = query;
+    tile.head[r] = (first_row + r) % group;
     tile.begin[r] = r < rows ? larger(task.key_begin, query + shift - p.bounds.left) : 0;
     tile.end[r] = r < rows ? smaller(task.key_end, query + shift + p.bounds.right + 1) : 0;
   }
@@ -94,8 +120,7 @@ static void start_tile(const DecodeProblem& p, const DecodeTask& task, int64_t f
       tile.running_sum[state + r] = 0.f;
     }
     for (int r = 0; r < rows; r++) {
-      const int64_t query = (first_row + r) / group, head = head_kv * group + (first_row + r) % group;
-      const T* q = (const T*)task.q + query * p.q.row + head * p.q.head;
+      const T* q = (const T*)task.q + tile.query[r] * p.q.row + (head_kv * group + tile.head[r]) * p.q.head;
       float* to = tile.q + state + r * tile.q_stride;
       for (int64_t d = 0; d < p.head_dim; d += STEP, to += VECS<T> * W) {
         Vec x[VECS<T>];
@@ -108,14 +133,20 @@ static void start_tile(const DecodeProblem& p, const DecodeTask& task, int64_t f
 
 // The softmax of R rows of one head: probs take the place of the scores, what was accumulated before is rescaled.
 template <typename T, int R>
-static void softmax_rows(const Tile<T>& tile, int64_t head, int row, const Block<T>& block) {
+static void softmax_rows(const DecodeProblem& p, const DecodeTask& task, const Tile<T>& tile, int64_t head, int row, const Block<T>& block) {
   const int64_t state = head * tile.head_stride + row;
   for (int r = 0; r < R; r++) {
     const int64_t begin = clamp(tile.begin[row + r] - block.first, 0, block.count);
     const int64_t end = clamp(tile.end[row + r] - block.first, begin, block.count);
     float* scores = tile.scores + (head * BLOCK_ROWS + r) * BLOCK_KEYS;
-    const float rescale =
-        softmax_block<T>(scores, block.count, (int)begin, (int)end, tile.running_max[state + r], tile.running_sum[state + r]);
+    if (task.modifiers && begin < end) {
+      const HeadModifiers& modifiers = task.modifiers[head * (p.heads_q / p.heads_kv) + tile.head[row + r]];
+      const int64_t query = tile.query[row + r], shift = p.bounds.shift(p.seq_q, task.kv_len);
+      apply_steps(p.modifiers, modifiers, query, shift, block.first, end, scores);
+      if (modifiers.places) hide_row(p.modifiers.map, modifiers, query, block.first, end, scores);
+    }
+    const float rescale = softmax_block<T>(scores, block.count, (int)begin, (int)end, p.modifiers.count ? LOG2E : 1.f,
+                                           tile.running_max[state + r], tile.running_sum[state + r]);
     if (rescale == 1.f) continue;
     float* acc = tile.acc + head * tile.head_stride + (row + r) * tile.acc_stride;
     for (int64_t c = 0; c < tile.acc_stride; c += W) store(acc + c, mul(set1(rescale), load(acc + c)));
@@ -133,7 +164,8 @@ static Ahead fetch_rows(const DecodeProblem& p, const T* const* rows, int first,
 // What one block of keys means for R rows of each head from `row` on. Keys and values are gone over in the order of memory where the
 // heads of a key lie side by side. While one chunk of K or V is computed with, the next is fetched; after the last one, the first of `then`.
 template <typename T, int R>
-static void attend(const DecodeProblem& p, const Tile<T>& tile, int64_t heads, int row, const Block<T>& block, const Block<T>& then) {
+static void attend(const DecodeProblem& p, const DecodeTask& task, const Tile<T>& tile, int row, const Block<T>& block, const Block<T>& then) {
+  const int64_t heads = task.heads;
   const int64_t key_bytes = p.head_dim * (int64_t)sizeof(T), value_bytes = p.head_dim_v * (int64_t)sizeof(T);
   // Values of one head at once, then those of the next: few, so that V is read nearly in order of memory although not all columns fit the
   // registers. A chunk is no less: it is in L1 until it is computed with unless the heads of so many keys are too much for that.
@@ -143,7 +175,7 @@ static void attend(const DecodeProblem& p, const Tile<T>& tile, int64_t heads, i
     return fetch_rows<T>(p, b.keys, j, b.count, chunk, p.k.row, heads * p.head_dim);
   };
   const auto values_of = [&](int j) { return fetch_rows<T>(p, block.values, j, block.count, chunk, p.v.row, heads * p.head_dim_v); };
-  const Queries q = {tile.q + row * tile.q_stride, tile.q_stride, tile.head_stride, heads, p.scale * LOG2E};
+  const Queries q = {tile.q + row * tile.q_stride, tile.q_stride, tile.head_stride, heads, p.modifiers.count ? p.scale : p.scale * LOG2E};
   for (int j = 0; j < block.count; j += chunk) {
     const int end = (int)smaller(j + chunk, block.count);
     const Ahead ahead = end < block.count ? keys_of(block, end) : values_of(0);
@@ -157,7 +189,7 @@ static void attend(const DecodeProblem& p, const Tile<T>& tile, int64_t heads, i
     Ahead ahead = end < block.count ? values_of(end) : keys_of(then, 0);
     for (int j = first; j < end; j += few)
       for (int64_t head = 0; head < heads; head++) {
-        if (j == 0) softmax_rows<T, R>(tile, head, row, block);
+        if (j == 0) softmax_rows<T, R>(p, task, tile, head, row, block);
         const float* probs = tile.scores + head * BLOCK_ROWS * BLOCK_KEYS + (PAIRS<T> ? j / 2 : j);
         float* acc = tile.acc + head * tile.head_stride + row * tile.acc_stride;
         weigh_block<T, R>(probs, block.values + j, (int)smaller(few, end - j), head * p.v.head, 0, p.head_dim_v, acc, tile.acc_stride, ahead);
@@ -170,9 +202,9 @@ template <typename T>
 static void run_tile(const DecodeProblem& p, const DecodeTask& task, int rows, const Tile<T>& tile) {
   Block<T> blocks[2], *block = &blocks[0], *next = &blocks[1];
   const int64_t end = tile.end[rows - 1];
-  find_block(p, task, tile.begin[0], end, tile.zero_row, *block);
+  find_block(p, task, tile, tile.begin[0], end, *block);
   while (block->count > 0) {
-    find_block(p, task, block->first + block->count, end, tile.zero_row, *next);
+    find_block(p, task, tile, block->first + block->count, end, *next);
     const Block<T>& then = next->count > 0 ? *next : *block;  // after the last block there is nothing to fetch
     for (int row = 0, size; row < rows; row += size) {
       const int left = rows - row;
@@ -180,7 +212,7 @@ static void run_tile(const DecodeProblem& p, const DecodeTask& task, int rows, c
       const int64_t row_end = tile.end[smaller(row + size, rows) - 1];
       if (tile.begin[row] >= block->first + block->count || row_end <= block->first) continue;
       const auto kernel = size == 8 ? attend<T, BLOCK_ROWS> : size == 4 ? attend<T, 4> : size == 2 ? attend<T, 2> : attend<T, 1>;
-      kernel(p, tile, task.heads, row, *block, row + size < rows ? *block : then);
+      kernel(p, task, tile, row, *block, row + size < rows ? *block : then);
     }
     Block<T>* done = block;
     block = next;
@@ -228,20 +260,22 @@ static void decode_split(const DecodeProblem& p, const DecodeTask& task, float* 
   if (p.dtype == DType::float16) split_as<fp16>(p, task, partials, stride, (float*)scratch);
 }
 
-// One row of the result from its `splits` partial results, `stride` floats apart. The weight of each takes the place of its running_max.
+// One row of the result from its `splits` partial results, `stride` floats apart. natural: whether their scores are, or in base 2. The weight
+// of each takes the place of its running_max.
 template <typename T>
-static void merge_row(const float* acc, float* running_max, const float* running_sum, size_t stride, int64_t splits, int64_t columns, T* out,
-                      float* lse) {
-  float most = -INFINITY, total = 0.f;
+static void merge_row(const float* acc, float* running_max, const float* running_sum, size_t stride, int64_t splits, int64_t columns,
+                      bool natural, float sink, T* out, float* lse) {
+  const float unit = natural ? LOG2E : 1.f;
+  float most = -INFINITY, total = 0.f, inverse;
   for (int64_t s = 0; s < splits; s++) most = running_max[s * stride] > most ? running_max[s * stride] : most;
   const float shift = most == -INFINITY ? 0.f : most;
   float* weights = running_max;
   for (int64_t s = 0; s < splits; s++) {
-    weights[s * stride] = exp2_scalar(running_max[s * stride] - shift);
+    weights[s * stride] = exp2_scalar((running_max[s * stride] - shift) * unit);
     if (running_sum[s * stride] != 0.f) total += running_sum[s * stride] * weights[s * stride];
   }
-  if (lse) *lse = total == 0.f ? -INFINITY : (shift + log2f(total)) * LN2;
-  const Vec inverse = set1(total == 0.f ? 0.f : 1.f / total);
+  const float row = row_lse(natural, most, total, sink, inverse);
+  if (lse) *lse = row;
   for (int64_t c = 0; c < columns; c += 4 * W) {
     Vec sums[4] = {zero(), zero(), zero(), zero()};
     const int n = (int)smaller(columns - c, 4 * W);
@@ -253,7 +287,7 @@ static void merge_row(const float* acc, float* running_max, const float* running
         sums[i] = fma(weight, (i + 1) * W <= n ? load(from + i * W) : load_n(from + i * W, n - i * W), sums[i]);
     }
     for (int i = 0; i < 4 && i * W < n; i++) {
-      const Vec x = mul(sums[i], inverse);
+      const Vec x = mul(sums[i], set1(inverse));
       if ((i + 1) * W <= n)
         store_from_float(out + c + i * W, x);
       else
@@ -267,8 +301,9 @@ static void merge_as(const DecodeProblem& p, const DecodeTask& task, float* part
   float *running_max = partials + rows * p.head_dim_v, *running_sum = running_max + rows;
   for (int64_t r = 0; r < rows; r++) {
     const int64_t query = r / group, head = r % group;
-    merge_row(partials + r * p.head_dim_v, running_max + r, running_sum + r, decode_partial(p), splits, p.head_dim_v,
-              (T*)task.out + query * p.out.row + head * p.out.head, task.lse ? task.lse + query * p.lse.row + head * p.lse.head : nullptr);
+    merge_row(partials + r * p.head_dim_v, running_max + r, running_sum + r, decode_partial(p), splits, p.head_dim_v, p.modifiers.count > 0,
+              task.modifiers ? task.modifiers[head].sink : -INFINITY, (T*)task.out + query * p.out.row + head * p.out.head,
+              task.lse ? task.lse + query * p.lse.row + head * p.lse.head : nullptr);
   }
 }
 static void decode_merge(const DecodeProblem& p, const DecodeTask& task, float* partials, int64_t splits) {

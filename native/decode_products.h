@@ -185,9 +185,10 @@ static void score_row(const Queries& q, const T* const* keys, int64_t key_stride
 }
 
 // Turns the scores of one row into probs (pairs of bf16 if PAIRS) and updates its statistics. Only keys [begin, end) are visible; probs
-// are written up to the next multiple of 2W after `count`. Returns the factor for what was accumulated before.
+// are written up to the next multiple of 2W after `count`. `unit` times a difference of scores is one in base 2. Returns the factor for
+// what was accumulated before.
 template <typename T>
-static float softmax_block(float* scores, int count, int begin, int end, float& running_max, float& running_sum) {
+static float softmax_block(float* scores, int count, int begin, int end, float unit, float& running_max, float& running_sum) {
   const int padded = (int)round_up(count, 2 * W);
   for (int j = 0; j < begin; j++) scores[j] = -INFINITY;
   for (int j = end; j < padded; j++) scores[j] = -INFINITY;
@@ -199,8 +200,8 @@ static float softmax_block(float* scores, int count, int begin, int end, float& 
   const float shift = running_max == -INFINITY ? 0.f : running_max;
   Vec sum0 = zero(), sum1 = zero();
   for (int j = 0; j < padded; j += 2 * W) {
-    const Vec probs0 = exp2<5>(sub(load(scores + j), set1(shift)));
-    const Vec probs1 = exp2<5>(sub(load(scores + j + W), set1(shift)));
+    const Vec probs0 = exp2<5>(mul(set1(unit), sub(load(scores + j), set1(shift))));
+    const Vec probs1 = exp2<5>(mul(set1(unit), sub(load(scores + j + W), set1(shift))));
     sum0 = add(sum0, probs0);
     sum1 = add(sum1, probs1);
     if constexpr (PAIRS<T>) {
@@ -210,7 +211,7 @@ static float softmax_block(float* scores, int count, int begin, int end, float& 
       store(scores + j + W, probs1);
     }
   }
-  const float rescale = before == shift ? 1.f : exp2_scalar(before - shift);  // the same, without waiting for it
+  const float rescale = before == shift ? 1.f : exp2_scalar((before - shift) * unit);  // the same, without waiting for it
   running_sum = running_sum * rescale + reduce_add(add(sum0, sum1));
   return rescale;
 }

@@ -10,6 +10,7 @@
 #include "pack.h"
 
 #include "microkernel.h"
+#include "modifiers.h"
 
 namespace attnworks::ATTNWORKS_ISA {
 
@@ -91,8 +92,14 @@ ATTNWORKS_INLINE float scaled_row_max(float* scores, int64_t begin, int64_t end,
   return reduce_max(high);
 }
 
-// Scores [begin, end) of a row become exp2(scores - shift) in place, packed to bf16 pairs from begin / 2 on if PAIRS. sum: its W lanes.
-template <typename T>
+// exp(x) of a difference x of scores, which are in base 2 unless STEPS changed them.
+template <bool STEPS, int DEGREE>
+ATTNWORKS_INLINE Vec prob(Vec x) {
+  return exp2<DEGREE>(STEPS ? mul(x, set1(LOG2E)) : x);
+}
+
+// Scores [begin, end) of a row become exp(scores - shift) in place, packed to bf16 pairs from begin / 2 on if PAIRS. sum: its W lanes.
+template <typename T, bool STEPS>
 ATTNWORKS_INLINE void row_probs(float* scores, int64_t begin, int64_t end, float shift, float rescale, float* running_sum) {
   constexpr bool PAIRS = in_pairs<T>;
   Vec sum[NV];
@@ -103,7 +110,7 @@ ATTNWORKS_INLINE void row_probs(float* scores, int64_t begin, int64_t end, float
     Vec probs[NV];
 #pragma GCC unroll 8
     for (int n = 0; n < NV; n++) {
-      probs[n] = exp2<PAIRS ? 4 : 5>(sub(load(scores + at + n * W), set1(shift)));
+      probs[n] = prob<STEPS, PAIRS ? 4 : 5>(sub(load(scores + at + n * W), set1(shift)));
       sum[n] = add(sum[n], probs[n]);
     }
     if constexpr (PAIRS) {
@@ -119,9 +126,9 @@ ATTNWORKS_INLINE void row_probs(float* scores, int64_t begin, int64_t end, float
   store(running_sum, sum[0]);
 }
 
-// One step of the online softmax (Milakov & Gimelshein 2018, algorithm 3) for the rows of a micro-block, in base 2: scores become probs,
+// One step of the online softmax (Milakov & Gimelshein 2018, algorithm 3) for the rows of a micro-block: scores become probs,
 // running_max and running_sum are brought up to date, rescale is what the old acc must be multiplied by. tile_max: of these scores.
-template <typename T>
+template <typename T, bool STEPS>
 ATTNWORKS_INLINE void softmax_step(float* scores, int64_t begin, int64_t end, const float* tile_max, float* running_max, float* running_sum,
                                    float* rescale) {
   float shift[ROW_STATE<T>];
@@ -131,26 +138,25 @@ ATTNWORKS_INLINE void softmax_step(float* scores, int64_t begin, int64_t end, co
     const Vec finite = max(set1(-FLT_MAX), after);
     store(running_max + r, after);
     store(shift + r, finite);
-    store(rescale + r, exp2<5>(sub(before, finite)));
+    store(rescale + r, prob<STEPS, 5>(sub(before, finite)));
   }
   for (int r = 0; r < BLOCK_Q<T>; r++)
-    row_probs<T>(scores + r * SCORES_ROW, begin, end, shift[r], rescale[r], running_sum + r * W);
+    row_probs<T, STEPS>(scores + r * SCORES_ROW, begin, end, shift[r], rescale[r], running_sum + r * W);
 }
 
-// One micro-block against keys [tile, tile + keys) of a packed tile; `row` is its first query row.
-template <typename T>
-static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const VisibleKeys& visible,
-                                int64_t row, int64_t tile, int64_t keys, int64_t packed_begin, float factor, float* scratch) {
+// One micro-block against keys [first_key, end_key) of the packed tile that begins at key `tile`; `row` is its first query row.
+template <typename T, bool STEPS>
+static void attend_keys(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const VisibleKeys& visible, int64_t row,
+                   int64_t tile, int64_t first_key, int64_t end_key, int64_t packed_begin, float factor, float* scratch) {
   constexpr bool PAIRS = in_pairs<T>;
   constexpr int ROWS = BLOCK_Q<T>;
   const int64_t last = smaller(row + ROWS, task.row_end) - 1;
-  const int64_t first_key = larger(visible.begin(row) - tile, 0), end_key = smaller(visible.end(last) - tile, keys);
-  if (first_key >= end_key) return;
   const int64_t begin = first_key / PANEL * PANEL, end = round_up(end_key, PANEL);
   const int64_t block = row - task.row_begin;
 
   float* scores = scratch + l.scores;
   for (int64_t at = begin; at < end; at += PANEL) {
+    if constexpr (STEPS) prefetch_steps(p.modifiers, task.modifiers, row, last, tile + at, PANEL);
     const float *q = scratch + l.q + block * l.units, *k = scratch + l.k + (at - packed_begin) * l.units;
     if constexpr (in_tiles<T>) {
       tile_scores(l.units, q, k, scores + at, SCORES_ROW);
@@ -162,16 +168,20 @@ static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task
   float tile_max[ROW_STATE<T>], rescale[ROW_STATE<T>];
   for (int r = ROWS; r < ROW_STATE<T>; r++) tile_max[r] = 0;
   // Tiles hold plain products. A positive factor can wait until after the mask, for the pass that seeks the maximum.
-  const bool late = in_tiles<T> && factor > 0;
+  const bool late = in_tiles<T> && !STEPS && factor > 0;
   for (int r = 0; r < ROWS; r++) {
     if (in_tiles<T> && !late) scale_row(scores + r * SCORES_ROW + begin, end - begin, factor);
     // Rows past the last are computed like the last and never stored.
     const int64_t query = smaller(row + r, last);
-    const int64_t visible_begin = visible.begin(query) - tile, visible_end = smaller(visible.end(query) - tile, keys);
+    if constexpr (STEPS)
+      apply_steps(p.modifiers, task.modifiers, query, visible.shift, tile + begin, end_key - begin, scores + r * SCORES_ROW + begin);
+    if (task.modifiers.places)
+      hide_row(p.modifiers.map, task.modifiers, query, tile + begin, end_key - begin, scores + r * SCORES_ROW + begin);
+    const int64_t visible_begin = larger(visible.begin(query) - tile, first_key), visible_end = smaller(visible.end(query) - tile, end_key);
     if (visible_begin > begin || visible_end < end) mask_row(scores + r * SCORES_ROW, begin, end, visible_begin, visible_end);
     tile_max[r] = late ? scaled_row_max(scores + r * SCORES_ROW, begin, end, factor) : row_max<NV>(scores + r * SCORES_ROW, begin, end);
   }
-  softmax_step<T>(scores, begin, end, tile_max, scratch + l.running_max + block / ROWS * ROW_STATE<T>,
+  softmax_step<T, STEPS>(scores, begin, end, tile_max, scratch + l.running_max + block / ROWS * ROW_STATE<T>,
                   scratch + l.running_sum + block * W, rescale);
 
   const int64_t from = in_tiles<T> ? begin / 2 : row_units<T>(first_key - first_key % 2), depth = row_units<T>(end_key) - from;
@@ -191,28 +201,47 @@ static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task
   }
 }
 
-template <typename T>
+// The same against all keys of the tile, of which it holds `keys`, that the rows see: with a map, run after run of them.
+template <typename T, bool STEPS>
+static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const VisibleKeys& visible,
+                                int64_t row, int64_t tile, int64_t keys, int64_t packed_begin, float factor, float* scratch) {
+  const int64_t last = smaller(row + BLOCK_Q<T>, task.row_end) - 1;
+  const int64_t first_key = larger(visible.begin(row) - tile, packed_begin), end_key = smaller(visible.end(last) - tile, keys);
+  if (first_key >= end_key) return;
+  if (!task.modifiers.places) return attend_keys<T, STEPS>(p, task, l, visible, row, tile, first_key, end_key, packed_begin, factor, scratch);
+  for (KeyRange run = {0, tile + first_key};;) {
+    run = next_keys(p.modifiers.map, task.modifiers, row, last, run.end, tile + end_key);
+    if (run.begin == run.end) return;
+    attend_keys<T, STEPS>(p, task, l, visible, row, tile, run.begin - tile, run.end - tile, packed_begin, factor, scratch);
+  }
+}
+
+template <typename T, bool STEPS>
 static void forward_finish(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const float* scratch) {
   for (int64_t row = task.row_begin; row < task.row_end; row++) {
     const int64_t r = row - task.row_begin;
     const float sum = reduce_add(load(scratch + l.running_sum + r * W));
-    const Vec factor = set1(sum == 0 ? 0.f : 1 / sum);
+    float scalar;
+    const float running_max = scratch[l.running_max + r / BLOCK_Q<T> * ROW_STATE<T> + r % BLOCK_Q<T>];
+    const float lse = row_lse(STEPS, running_max, sum, task.modifiers.sink, scalar);
+    const Vec factor = set1(scalar);
     const float* acc = scratch + l.acc + r * l.acc_stride;
     T* out = (T*)task.out + row * p.out.row;
     int64_t column = 0;
     for (; column + W <= p.head_dim_v; column += W) store_from_float(out + column, mul(factor, load(acc + column)));
     if (column < p.head_dim_v) store_from_float_n(out + column, mul(factor, load(acc + column)), p.head_dim_v - column);
-    if (task.lse) task.lse[row * p.lse.row] = sum == 0 ? -INFINITY : (scratch[l.running_max + r / BLOCK_Q<T> * ROW_STATE<T> + r % BLOCK_Q<T>] + log2f(sum)) * LN2;
+    if (task.lse) task.lse[row * p.lse.row] = lse;
   }
 }
 
-template <typename T>
+template <typename T, bool STEPS>
 static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float* scratch) {
   [[maybe_unused]] const TileState<in_tiles<T>> tile_state;
   const ForwardLayout l = forward_layout<T>(p);
   const VisibleKeys visible = {p.bounds, p.bounds.shift(task.seq_q, task.seq_kv), task.seq_kv};
   const int64_t rows = task.row_end - task.row_begin, blocks = round_up(rows, BLOCK_Q<T>);
-  const float factor = p.scale * LOG2E;  // scores in base 2; q carries it, except in pairs, whose rounding it would double
+  // Scores in base 2, unless steps want them as they are; q carries the factor, except in pairs, whose rounding it would double.
+  const float factor = STEPS ? p.scale : p.scale * LOG2E;
   pack_q((const T*)task.q + task.row_begin * p.q.row, p.q.row, rows, p.head_dim, factor, scratch + l.q);
   memset(scratch + l.acc, 0, blocks * l.acc_stride * 4);
   memset(scratch + l.running_sum, 0, (size_t)blocks * W * 4);
@@ -220,14 +249,20 @@ static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float
 
   const int64_t first = visible.begin(task.row_begin), end = visible.end(task.row_end - 1);
   for (int64_t tile = first / l.tile_kv * l.tile_kv; tile < end; tile += l.tile_kv) {
-    const int64_t keys = smaller(l.tile_kv, end - tile), packed_begin = larger(first - tile, 0) / PANEL * PANEL;
-    const int64_t key = tile + packed_begin;
+    KeyRange shown = {larger(first, tile), smaller(end, tile + l.tile_kv)};
+    if (task.modifiers.places) shown = shown_keys(p.modifiers.map, task.modifiers, task.row_begin, task.row_end - 1, shown.begin, shown.end);
+    if (shown.begin == shown.end) continue;
+    const int64_t keys = shown.end - tile, packed_begin = (shown.begin - tile) / PANEL * PANEL, key = tile + packed_begin;
     pack_k((const T*)task.k + key * p.k.row, p.k.row, keys - packed_begin, p.head_dim, scratch + l.k);
     pack_v((const T*)task.v + key * p.v.row, p.v.row, keys - packed_begin, p.head_dim_v, scratch + l.v, l.panel_stride);
     for (int64_t row = task.row_begin; row < task.row_end; row += BLOCK_Q<T>)
-      forward_micro_block<T>(p, task, l, visible, row, tile, keys, packed_begin, factor, scratch);
+      forward_micro_block<T, STEPS>(p, task, l, visible, row, tile, keys, packed_begin, factor, scratch);
   }
-  forward_finish<T>(p, task, l, scratch);
+  forward_finish<T, STEPS>(p, task, l, scratch);
+}
+template <typename T>
+static void forward_as(const ForwardProblem& p, const ForwardTask& task, float* scratch) {
+  return p.modifiers.count ? forward_rows<T, true>(p, task, scratch) : forward_rows<T, false>(p, task, scratch);
 }
 
 static size_t forward_scratch(const ForwardProblem& p) {
@@ -241,9 +276,9 @@ static size_t forward_scratch(const ForwardProblem& p) {
 
 static void forward(const ForwardProblem& p, const ForwardTask& task, void* scratch) {
   switch (p.dtype) {
-    case DType::float32: return forward_rows<float>(p, task, (float*)scratch);
-    case DType::bfloat16: return forward_rows<bf16>(p, task, (float*)scratch);
-    case DType::float16: return forward_rows<fp16>(p, task, (float*)scratch);
+    case DType::float32: return forward_as<float>(p, task, (float*)scratch);
+    case DType::bfloat16: return forward_as<bf16>(p, task, (float*)scratch);
+    case DType::float16: return forward_as<fp16>(p, task, (float*)scratch);
   }
 }
 

@@ -6,19 +6,10 @@
 #include <vector>
 
 #include "parallel.h"
+#include "schedule_parts.h"
 
 namespace attnworks {
 namespace {
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t element_size(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
-
-const void* offset(const void* p, int64_t elements, DType dtype) { return (const char*)p + elements * element_size(dtype); }
-void* offset(void* p, int64_t elements, DType dtype) { return (char*)p + elements * element_size(dtype); }
-
-// Waking the pool costs about as much as this many multiply-adds: smaller calls run on the caller's thread. Results don't depend on it.
-constexpr double WORK_PER_THREAD = 1 << 17;
-int worth_threads(double multiply_adds, int threads) { return (int)std::clamp(multiply_adds / WORK_PER_THREAD, 1.0, (double)std::max(threads, 1)); }
 
 // The row that one sequence and head contributes: its base pointers and lengths, before the rows are chosen.
 ForwardTask head_task(const ForwardProblem& p, const Operands& x, int64_t batch, int64_t head) {
@@ -31,19 +22,21 @@ ForwardTask head_task(const ForwardProblem& p, const Operands& x, int64_t batch,
   task.lse = x.lse ? x.lse + batch * p.lse.batch + head * p.lse.head : nullptr;
   task.seq_q = p.seq_q;
   task.seq_kv = p.seq_kv;
+  task.modifiers = head_modifiers(p.modifiers, x.modifiers, batch, head);
   return task;
 }
 
 // Query rows per task: tile_q, or less where that would leave threads idle. Many rows share the cost of packing K and V, few keep the
-// threads busy to the end, for which unequal tasks (causal) must be more. tile_q changes no result.
-int64_t rows_per_task(const ForwardProblem& p, int64_t rows, int threads) {
-  constexpr int64_t UNIT = 12;  // a multiple of every kernel's micro-block
-  const int64_t most = std::clamp<int64_t>(p.tile_q, 1, MAX_TILE_Q);
+// threads busy to the end, for which unequal tasks (causal, a map) must be more. tile_q changes no result; with a map it is a multiple of
+// that one's tiles, so that a micro-block lies in one of them, the same whatever the tasks.
+int64_t rows_per_task(const ForwardProblem& p, int64_t rows, bool mapped, int threads) {
+  const int64_t unit = mapped ? MAP_ROWS : 12;  // a multiple of every kernel's micro-block
+  const int64_t asked = std::clamp<int64_t>(p.tile_q, 1, MAX_TILE_Q), most = mapped ? std::max(asked / unit, int64_t(1)) * unit : asked;
   if (threads <= 1) return most;
-  const int64_t tasks_per_thread = p.bounds.right < p.seq_kv ? 4 : 2;
-  const int64_t fair = ceil_div(ceil_div(rows, tasks_per_thread * threads), 4 * UNIT) * 4 * UNIT;
+  const int64_t tasks_per_thread = mapped || p.bounds.right < p.seq_kv ? 4 : 2, grain = mapped ? unit : 4 * unit;
+  const int64_t fair = ceil_div(ceil_div(rows, tasks_per_thread * threads), grain) * grain;
   const int64_t longest = std::max<int64_t>(p.seq_q, 1), blocks = ceil_div(longest, std::min(most, fair));
-  return std::min(most, ceil_div(ceil_div(longest, blocks), UNIT) * UNIT);  // equal blocks
+  return std::min(most, ceil_div(ceil_div(longest, blocks), unit) * unit);  // equal blocks
 }
 
 void run_rows(const Kernels& kernels, const ForwardProblem& p, ForwardTask task, int64_t block, int64_t blocks) {
@@ -66,7 +59,7 @@ void run_forward(const Kernels& kernels, const ForwardProblem& problem, const Op
   const int64_t heads = p.batch * p.heads_q;
   if (heads == 0 || p.seq_q == 0) return;
   threads = worth_threads(multiply_adds(p, (double)heads * p.seq_q), threads);
-  p.tile_q = rows_per_task(p, heads * p.seq_q, threads);
+  p.tile_q = rows_per_task(p, heads * p.seq_q, x.modifiers.places, threads);
   const int64_t blocks = ceil_div(p.seq_q, p.tile_q);
   for_each_task(heads * blocks, threads, [&](int64_t task) {
     const int64_t head = task / blocks;
@@ -80,7 +73,7 @@ void run_forward_varlen(const Kernels& kernels, const ForwardProblem& problem, c
   p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = 0;
   const int64_t rows = p.heads_q * cu_seqlens_q[p.batch];
   threads = worth_threads(multiply_adds(p, (double)rows), threads);
-  p.tile_q = rows_per_task(p, rows, threads);
+  p.tile_q = rows_per_task(p, rows, x.modifiers.places, threads);
   std::vector<int64_t> first_task(p.batch + 1, 0);
   for (int64_t b = 0; b < p.batch; b++)
     first_task[b + 1] = first_task[b] + p.heads_q * ceil_div(cu_seqlens_q[b + 1] - cu_seqlens_q[b], p.tile_q);
@@ -96,6 +89,7 @@ void run_forward_varlen(const Kernels& kernels, const ForwardProblem& problem, c
     if (t.lse) t.lse += q0 * p.lse.row;
     t.seq_q = cu_seqlens_q[b + 1] - q0;
     t.seq_kv = cu_seqlens_kv[b + 1] - kv0;
+    t.modifiers = head_modifiers(p.modifiers, x.modifiers, b, head);
     run_rows(kernels, p, t, (task - first_task[b]) % blocks, blocks);
   });
 }
@@ -116,7 +110,7 @@ Splits splits_of(const DecodeProblem& p, int64_t kv_len) {
 }
 
 DecodeTask decode_task(const DecodeProblem& p, const Operands& x, const int64_t* kv_lens, const int64_t* page_table, int64_t page_table_stride,
-                       int64_t batch, int64_t head_kv) {
+                       const HeadModifiers* modifiers, int64_t batch, int64_t head_kv) {
   const int64_t head = head_kv * (p.heads_q / p.heads_kv), cache = p.page_size ? 0 : batch;
   DecodeTask task = {};
   task.q = offset(x.q, batch * p.q.batch + head * p.q.head, p.dtype);
@@ -126,6 +120,7 @@ DecodeTask decode_task(const DecodeProblem& p, const Operands& x, const int64_t*
   task.lse = x.lse ? x.lse + batch * p.lse.batch + head * p.lse.head : nullptr;
   task.pages = p.page_size ? page_table + batch * page_table_stride : nullptr;
   task.kv_len = kv_lens[batch];
+  task.modifiers = modifiers ? modifiers + batch * p.heads_q + head : nullptr;
   return task;
 }
 
@@ -155,6 +150,11 @@ void run_decode(const Kernels& kernels, const DecodeProblem& p, const Operands& 
   const size_t stride = kernels.decode_partial(p), scratch = kernels.decode_scratch(p, heads);
   std::unique_ptr<float[]> partials(new float[splits_of_all * p.heads_kv * stride]);
   std::vector<std::atomic<int64_t>> done(p.batch * parts);
+  std::vector<HeadModifiers> modifiers;  // by batch and query head; empty if there are none
+  if (p.modifiers.count || x.modifiers.sink || x.modifiers.places)
+    for (int64_t row = 0; row < p.batch * p.heads_q; row++)
+      modifiers.push_back(head_modifiers(p.modifiers, x.modifiers, row / p.heads_q, row % p.heads_q));
+  const HeadModifiers* all_modifiers = modifiers.empty() ? nullptr : modifiers.data();
   threads = worth_threads(keys * p.heads_q * p.seq_q * (p.head_dim + p.head_dim_v), threads);
 
   for_each_task(splits_of_all * parts, threads, [&](int64_t task) {
@@ -163,7 +163,7 @@ void run_decode(const Kernels& kernels, const DecodeProblem& p, const Operands& 
     const int64_t b = std::upper_bound(first_split.begin(), first_split.end(), row) - first_split.begin() - 1;
     const Splits splits = splits_of(p, kv_lens[b]);
     const int64_t split = row - first_split[b], per_head = first_split[b + 1] - first_split[b];
-    DecodeTask t = decode_task(p, x, kv_lens, page_table, page_table_stride, b, part * heads);
+    DecodeTask t = decode_task(p, x, kv_lens, page_table, page_table_stride, all_modifiers, b, part * heads);
     t.heads = std::min(heads, p.heads_kv - part * heads);
     // One head's partial results lie side by side, in the order of their keys.
     float* first_partial = partials.get() + (first_split[b] * p.heads_kv + part * heads * per_head) * stride;
@@ -175,7 +175,7 @@ void run_decode(const Kernels& kernels, const DecodeProblem& p, const Operands& 
     if (++done[b * parts + part] < per_head) return;
     // Whoever finishes the last split merges them all.
     for (int64_t head = 0; head < t.heads; head++) {
-      const DecodeTask one = decode_task(p, x, kv_lens, page_table, page_table_stride, b, part * heads + head);
+      const DecodeTask one = decode_task(p, x, kv_lens, page_table, page_table_stride, all_modifiers, b, part * heads + head);
       kernels.decode_merge(p, one, first_partial + head * per_head * stride, splits.count());
     }
   });

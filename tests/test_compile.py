@@ -202,7 +202,7 @@ def test_errors_say_what_they_say_eagerly():
         (lambda q, k, v: attention(q, k[..., :5], v), "k: was of shape"),
         (lambda q, k, v: attention(q, k, v, scores=(lambda s, b, h, i, j: 1,)), "scores: held a function that could"),
         (lambda q, k, v: attention(q, k, v, backend="gpu"), "backend: was 'gpu'"),
-        (lambda q, k, v: attention(q.requires_grad_(), k, v, backend="cpu"), "no backward yet|not built"),
+        (lambda *qkv: attention(*(x.double() for x in qkv), backend="cpu"), "dtype torch.float64|not built"),
     ):
         run, _ = compiled(call, backend="eager")
         with pytest.raises(Exception, match=message):

@@ -35,20 +35,25 @@ def test_every_backend_has_the_six_names_and_agrees_with_itself():
             assert callable(backend.prepare(problem, plan))
 
 
+def doubled(s, b, h, q, k):
+    return 2 * s
+
+
 @needs_native
 def test_auto_takes_the_first_that_supports_the_problem():
     assert explain(*qkv()).backend == "cpu"
     assert explain(*qkv(torch.float64)).backend == "reference"
-    assert explain(*qkv(), scores=(Softcap(5.0),)).backend == "reference"
+    assert explain(*qkv(), scores=(Softcap(5.0),)).backend == "cpu"
+    assert explain(*qkv(), scores=(doubled,)).backend == "reference"
 
 
 def test_explain_gives_every_reason_why_not_the_others():
-    told = explain(*qkv(torch.float64), scores=(Softcap(5.0),))
+    told = explain(*qkv(torch.float64), scores=(doubled,))
     verdicts = {verdict.backend: verdict for verdict in told.verdicts}
     assert verdicts["reference"].supported
     reasons = " ".join(verdicts["cpu"].reasons)
     assert "float64" in reasons
-    assert "softcap" in reasons
+    assert "score function doubled" in reasons
     assert all(reason in str(told) for reason in verdicts["cpu"].reasons)
     assert json.loads(json.dumps(told.to_json()))["backend"] == "reference"
 

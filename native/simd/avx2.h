@@ -33,8 +33,15 @@ ATTNWORKS_INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
 ATTNWORKS_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 ATTNWORKS_INLINE Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 ATTNWORKS_INLINE Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+ATTNWORKS_INLINE Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 ATTNWORKS_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 ATTNWORKS_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+ATTNWORKS_INLINE Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+ATTNWORKS_INLINE Vec choose(uint32_t bits, Vec a, Vec b) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), lane), lane);
+  return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(set));
+}
 
 ATTNWORKS_INLINE Vec split_whole(Vec x, Vec& fraction) {
   const Vec magic = set1(12582912.f + 127.f);

@@ -36,8 +36,11 @@ ATTNWORKS_INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
 ATTNWORKS_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 ATTNWORKS_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 ATTNWORKS_INLINE Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+ATTNWORKS_INLINE Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 ATTNWORKS_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 ATTNWORKS_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+ATTNWORKS_INLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+ATTNWORKS_INLINE Vec choose(uint32_t bits, Vec a, Vec b) { return _mm512_mask_blend_ps((__mmask16)bits, b, a); }
 
 ATTNWORKS_INLINE Vec split_whole(Vec x, Vec& fraction) {
   const Vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

@@ -47,8 +47,15 @@ ATTNWORKS_INLINE Vec set1(float x) { return Vec{} + x; }
 ATTNWORKS_INLINE Vec add(Vec a, Vec b) { return a + b; }
 ATTNWORKS_INLINE Vec sub(Vec a, Vec b) { return a - b; }
 ATTNWORKS_INLINE Vec mul(Vec a, Vec b) { return a * b; }
+ATTNWORKS_INLINE Vec div(Vec a, Vec b) { return a / b; }
 ATTNWORKS_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // may round twice here
 ATTNWORKS_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }     // NaN if b is NaN; a NaN in a may be lost
+ATTNWORKS_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }     // as max
+// Lane i is a's where bit i of `bits` is set, else b's.
+ATTNWORKS_INLINE Vec choose(uint32_t bits, Vec a, Vec b) {
+  for (int i = 0; i < W; i++) a[i] = bits >> i & 1 ? a[i] : b[i];
+  return a;
+}
 
 // x = whole + fraction with |fraction| <= 1/2; `whole` comes back in the form that scale_by_pow2 wants. -127 <= x <= 127 or NaN.
 ATTNWORKS_INLINE Vec split_whole(Vec x, Vec& fraction) {

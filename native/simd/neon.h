@@ -35,8 +35,14 @@ ATTNWORKS_INLINE Vec set1(float x) { return vdupq_n_f32(x); }
 ATTNWORKS_INLINE Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
 ATTNWORKS_INLINE Vec sub(Vec a, Vec b) { return vsubq_f32(a, b); }
 ATTNWORKS_INLINE Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
+ATTNWORKS_INLINE Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
 ATTNWORKS_INLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 ATTNWORKS_INLINE Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
+ATTNWORKS_INLINE Vec min(Vec a, Vec b) { return vminq_f32(a, b); }
+ATTNWORKS_INLINE Vec choose(uint32_t bits, Vec a, Vec b) {
+  const uint32_t lanes[W] = {1, 2, 4, 8};
+  return vbslq_f32(vtstq_u32(vdupq_n_u32(bits), vld1q_u32(lanes)), a, b);
+}
 
 ATTNWORKS_INLINE Vec split_whole(Vec x, Vec& fraction) {
   const Vec magic = set1(12582912.f + 127.f);

@@ -8,9 +8,10 @@ of different lengths would need a map each.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from attnworks.masks import Bounds, DenseMask, MaskSpec, Predicate
 BLOCK = 2**20
 
 CACHE_LIMIT = 64
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,7 @@ def _compress(row: Tensor, sorted_tiles: Tensor, rows: int) -> TileLists:
 
 # ---- kept between calls ----------------------------------------------------------------------------------------------
 
-_Kept = tuple[TileMap, tuple[tuple[int, int], ...], tuple[weakref.ref[Tensor], ...]]
+_Kept = tuple[Any, tuple[tuple[int, int], ...], tuple[weakref.ref[Tensor], ...]]
 _CACHE: dict[Hashable, _Kept] = {}
 
 
@@ -265,22 +268,29 @@ def cached(
     tile_kv: int,
     device: torch.device | str,
 ) -> TileMap:
-    """``build``, or the map that it gave for the same mask, sizes and operands.
+    """``build``, or the map that it gave for the same mask, sizes and operands."""
+    sizes = {"batch": batch, "heads": heads, "seq_q": seq_q, "seq_kv": seq_kv, "tile_q": tile_q, "tile_kv": tile_kv}
+    key = (spec, *sizes.values(), str(device))
+    return kept(key, operands, lambda: build(spec, operands, **sizes, device=device))
+
+
+def kept(key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], T]) -> T:
+    """``make()``, or what it gave for an equal key and the same operands.
 
     Operands are the same while they are the same tensor objects over the same memory in the same version, so one that
-    was freed or written to by torch gives a new map. Writes that torch doesn't count (through ``.data``, NumPy or a
-    kernel of one's own) are not seen. Inference tensors count no versions: their maps are built anew.
+    was freed or written to by torch is made of anew. Writes that torch doesn't count (through ``.data``, NumPy or a
+    kernel of one's own) are not seen. Inference tensors count no versions: nothing made of them is kept.
     """
-    sizes = {"batch": batch, "heads": heads, "seq_q": seq_q, "seq_kv": seq_kv, "tile_q": tile_q, "tile_kv": tile_kv}
     if any(operand.is_inference() for operand in operands):
-        return build(spec, operands, **sizes, device=device)
+        return make()
     states = tuple((operand.data_ptr(), operand._version) for operand in operands)
-    key = (spec, *sizes.values(), str(device), tuple(map(id, operands)))
-    found = _CACHE.get(key)
+    place = (key, tuple(map(id, operands)))
+    found = _CACHE.get(place)
     if found is not None and found[1] == states:
-        return found[0]
-    made = build(spec, operands, **sizes, device=device)
-    if key not in _CACHE and len(_CACHE) >= CACHE_LIMIT:
+        value: T = found[0]
+        return value
+    made = make()
+    if place not in _CACHE and len(_CACHE) >= CACHE_LIMIT:
         del _CACHE[next(iter(_CACHE))]
-    _CACHE[key] = made, states, tuple(weakref.ref(operand, lambda _: _CACHE.pop(key, None)) for operand in operands)
+    _CACHE[place] = made, states, tuple(weakref.ref(operand, lambda _: _CACHE.pop(place, None)) for operand in operands)
     return made
