@@ -63,7 +63,7 @@ def _into_pages(gradient: Tensor | None, pages: Tensor, table: Tensor) -> Tensor
     if gradient is None or not pages.shape[0]:
         return None if gradient is None else torch.empty_like(pages)
     summed = torch.zeros(pages.shape, dtype=torch.float32, device=pages.device)
-    summed.index_put_((table,), gradient.float().unflatten(1, (-1, pages.shape[1])), accumulate=True)
+    summed.index_put_((table,), gradient.float().view(*table.shape, *pages.shape[1:]), accumulate=True)
     return torch.empty_like(pages).copy_(summed)
 
 
