@@ -20,6 +20,11 @@ Launcher = Callable[[Operands], tuple[Tensor, Tensor | None]]
 """Runs a prepared call: (out, lse), lse None unless the Problem asks for it."""
 
 
+class ReadsLengths:
+    """A launcher that copies and checks ``kv_lens`` itself: where they are contiguous int64, and the cache is neither
+    paged nor appended to, its Operands may hold the caller's own tensor. It raises what ``cache.read_kv_lens`` does."""
+
+
 class Gradients(NamedTuple):
     """Of q, k, v and the score operands, each in its input's shape and dtype (a broadcast operand's is summed over what
     it was broadcast to), with the strides that ``torch.empty_like`` of the input has; None for those not asked for."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnworks import masks
-from attnworks.backends import Launcher
+from attnworks.backends import Launcher, ReadsLengths
 from attnworks.errors import Verdict
 from attnworks.hardware import Hardware
 from attnworks.plan import Plan
@@ -24,7 +24,7 @@ from attnworks.problem import Operands, Problem
 
 NAME = "cpu"
 KERNELS: tuple[Path, ...] = ()
-ABI = 1  # of the native extension this file calls
+ABI = 2  # of the native extension this file calls
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 MAX_HEAD_DIM = 576
@@ -152,7 +152,7 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
     if problem.form == "varlen":
         return _varlen_launcher(problem, kernel)
     if problem.form == "decode":
-        return _decode_launcher(problem, kernel)
+        return _DecodeLauncher(problem, kernel)
     return _split_launcher(problem, kernel) if plan.schedule == "split_kv" else _dense_launcher(problem, kernel)
 
 
@@ -175,7 +175,7 @@ def _kernel(problem: Problem, plan: Plan) -> Any:
     if plan.schedule == "split_kv":
         # fmt: off
         return _native.Decode(isa, dtype, p.batch, p.seq_q, p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v, *strides,
-                              p.page_size, p.scale, *mask, plan.split_kv)
+                              p.seq_kv, p.page_size, p.scale, *mask, plan.split_kv)
         # fmt: on
     # fmt: off
     return _native.Forward(isa, dtype, p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_kv, p.head_dim, p.head_dim_v,
@@ -210,7 +210,7 @@ def _dense_launcher(problem: Problem, kernel: Any) -> Launcher:
 
 def _split_launcher(problem: Problem, kernel: Any) -> Launcher:
     """Dense with few query rows: every sequence is a cache filled to the end."""
-    run = _decode_launcher(problem, kernel)
+    run = _DecodeLauncher(problem, kernel)
     lens = torch.full((problem.batch,), problem.seq_kv, dtype=torch.int64, device="cpu")
 
     def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
@@ -220,22 +220,22 @@ def _split_launcher(problem: Problem, kernel: Any) -> Launcher:
     return launch
 
 
-def _decode_launcher(problem: Problem, kernel: Any) -> Launcher:
-    out_shape, lse_shape = problem.result_shapes()
+class _DecodeLauncher(ReadsLengths):
+    def __init__(self, problem: Problem, kernel: Any) -> None:
+        self._out_shape, self._lse_shape = problem.result_shapes()
+        self._dtype, self._return_lse, self._kernel = problem.dtype, problem.return_lse, kernel
 
-    def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
         assert o.kv_lens is not None
-        out = torch.empty(out_shape, dtype=problem.dtype, device="cpu")
-        lse = torch.empty(lse_shape, dtype=torch.float32, device="cpu") if problem.return_lse else None
+        out = torch.empty(self._out_shape, dtype=self._dtype, device="cpu")
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device="cpu") if self._return_lse else None
         lse_pointer = 0 if lse is None else lse.data_ptr()
         table = (0, 0) if o.page_table is None else (o.page_table.data_ptr(), o.page_table.stride(0))
         # fmt: off
-        kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, o.kv_lens.data_ptr(),
-               *table, torch.get_num_threads())
+        self._kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, o.kv_lens.data_ptr(),
+                     *table, torch.get_num_threads())
         # fmt: on
         return out, lse
-
-    return launch
 
 
 def _varlen_launcher(problem: Problem, kernel: Any) -> Launcher:
