@@ -134,15 +134,15 @@ SHORT: dict[str, Any] = {"lengths": ((1, 35), (1, 1), (1, 0)), "seq_kv": 40}  # 
 FOUR: dict[str, Any] = {"seq_q": 4, "lengths": ((4, 4), (4, 66), (4, 2))}
 CACHES = (
     decode("decode"),
-    decode("decode, window", mask=(Window(19, 0),)),
-    decode("decode, 4 queries, causal", mask=CAUSAL, **FOUR),
+    decode("decode, window", mask=(Window(19, 0),), gradients=True),
+    decode("decode, 4 queries, causal", mask=CAUSAL, gradients=True, **FOUR),
     decode("decode, softcap, sink", scores=(Softcap(3.0), SinkRule()), mask=CAUSAL),
     decode("decode, boolean mask", mask=(BooleanRule("b11k"),)),
     decode("decode, 576/512", heads_kv=1, head_dim=576, head_dim_v=512, page_size=16, lengths=((1, 3), (1, 40))),
     decode("decode, strided", memory="gapped"),
     *(decode(f"decode, pages of {size}", page_size=size) for size in (16, 17)),
     *(decode(f"decode, pages of {size}", page_size=size, **SHORT) for size in (1, 32)),
-    decode("decode, pages, the longest first", page_size=16, lengths=((1, 66), (1, 40))),
+    decode("decode, pages, the longest first", page_size=16, lengths=((1, 66), (1, 40)), gradients=True),
     decode("decode, halves, 4 queries", page_size=16, memory="halves", mask=CAUSAL, **FOUR),
     decode("decode, append", page_size=16, seq_q=2, lengths=((2, 2), (2, 66)), new_keys=2, mask=CAUSAL),
     decode("decode, bf16", dtype=BF16, page_size=16, **SHORT),

@@ -49,7 +49,7 @@ def put(folder: Path, row: Row, key: str = KEY) -> Path:
 
 def test_a_measured_row_decides_and_says_so(folders):
     table = dispatch.explain(PROBLEM)
-    assert table.backend == "triton" and table.plan != PLAN and table.why == "the backend's table"
+    assert table.backend == "triton" and table.plan != PLAN and table.why == "the backend's own choice"
     put(folders[1], ROW)
     found = dispatch.explain(PROBLEM)
     assert found.plan == PLAN

@@ -91,7 +91,7 @@ def _ranked(problem: Problem, backend: Backend, hardware: Hardware) -> tuple[Pla
     tuned plan that can't run its problem."""
     found = tuned.find(problem, hardware, backend.NAME, backend.KERNELS)
     if found is None:
-        return best_plan(problem, backend.candidates(problem, hardware), hardware), "the backend's table"
+        return best_plan(problem, backend.candidates(problem, hardware), hardware), "the backend's own choice"
     try:
         backend.check_plan(problem, found.row.plan)
     except ValueError as error:

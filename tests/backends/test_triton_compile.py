@@ -97,6 +97,15 @@ def test_splits() -> None:
     assert compiled(80) == []
 
 
+def test_backward_through_caches() -> None:
+    problem, operands = posed("scores")
+    posed_as = replace(problem, form="decode", layout="bshd", differentiable=True)
+    operands = replace(operands, kv_lens=torch.empty(1, dtype=torch.int64, device="meta"))
+    lse = torch.empty(1, HEADS, N, device="meta")
+    gradients.prepare_backward(posed_as, Q_OUTER)(operands, operands.q, lse, operands.q, None, (True,) * 5)
+    assert compiled(90) == []
+
+
 def test_a_head_in_two_blocks() -> None:
     problem, operands = posed("causal")
     strides = (HEADS * N * 520, N * 520, 520)

@@ -65,6 +65,12 @@ MUTANTS = {
     "the first columns again": Mutant(
         FORWARD, "load_tile(k_tile + HEAD_DIM, k_offsets", "load_tile(k_tile, k_offsets", ("head dim 520",)
     ),
+    "gradients of keys past the length": Mutant(
+        "gradients.py",
+        'torch.zeros_like if p.form == "decode"',
+        'torch.empty_like if p.form == ""',
+        ("decode, window",),
+    ),
     "rows past the packed ones of one head": Mutant(
         FORWARD, "for member in range(group):", "for member in range(1):", ("varlen, heads 6/2",), GROUPED
     ),

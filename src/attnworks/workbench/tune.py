@@ -245,11 +245,11 @@ def _checker(p: Problem, o: Operands) -> Callable[[Tensor], bool]:
     few = min(p.batch, CHECKED_SEQUENCES)
     q, k, v, cache = o.q[:few], o.k, o.v, p.form == "decode"
     k, v = (x[:few] if o.page_table is None else x[o.page_table[:few]].flatten(1, 2) for x in (k, v))
-    inputs = [(x.transpose(1, 2) if cache else x).cpu() for x in (q, k, v)]
+    q, k, v = ((x.transpose(1, 2) if cache else x).cpu() for x in (q, k, v))
     held = replace(p, form="dense", batch=few, page_size=0)
 
     def right(out: Tensor) -> bool:
-        return quick_check.check(held, *inputs, (out.transpose(1, 2) if cache else out)[:few].cpu()).passed
+        return quick_check.check(held, q, k, v, (out.transpose(1, 2) if cache else out)[:few].cpu()).passed
 
     return right
 

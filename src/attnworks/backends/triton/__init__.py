@@ -55,8 +55,8 @@ def verdict(problem: Problem, hardware: Hardware) -> Verdict:
         reasons.append("forward-mode AD or a functorch transform must see torch operations")
     if problem.traced:
         reasons.append("a tracer or a tensor subclass must see torch operations")
-    if problem.differentiable and problem.form == "decode":
-        reasons.append("an input requires grad, and it has no backward through caches")
+    if problem.differentiable and problem.kv_dtype is not None:
+        reasons.append(f"an input requires grad, and it has no backward through caches of {problem.kv_dtype}")
     predicates = [term for term in problem.mask if isinstance(term, Predicate)]
     reasons += [f"mask {term.name}: {term.why_not}" for term in predicates if term.function is not None]
     reasons += [f"score modifier {t.name}: {t.why_not}" for t in problem.scores if t.function is not None]

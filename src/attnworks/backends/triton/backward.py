@@ -81,7 +81,7 @@ def probs_and_grad(
 
 @triton.jit
 def grad_kv(
-    q, k, v, grad_out, lse2, delta, grad_k, grad_v, cu_seqlens_q, cu_seqlens_kv,
+    q, k, v, grad_out, lse2, delta, grad_k, grad_v, cu_seqlens_q, cu_seqlens_kv, kv_lens,
     tile_map, score_operands, mask_operands,
     q_strides, k_strides, v_strides, grad_out_strides, lse_strides, grad_k_strides, grad_v_strides,
     batch, heads_kv, group, seq_q, seq_kv, total_kv, scale, low_bottom, high_bottom, low_top, high_top,
@@ -108,6 +108,8 @@ def grad_kv(
     _, lse_start = sequence(b, seq_q, cu_seqlens_q, lse_strides[0], lse_strides[2])
     keys_kv, k_start = sequence(b, seq_kv, cu_seqlens_kv, k_strides[0], k_strides[2])
     _, v_start = sequence(b, seq_kv, cu_seqlens_kv, v_strides[0], v_strides[2])
+    if kv_lens is not None:
+        keys_kv = tl.load(kv_lens + b).to(tl.int32)
     _, grad_k_start = sequence(b, seq_kv, cu_seqlens_kv, grad_k_strides[0], grad_k_strides[2])
     _, grad_v_start = sequence(b, seq_kv, cu_seqlens_kv, grad_v_strides[0], grad_v_strides[2])
     if kv_tile * TILE_KV >= keys_kv:
@@ -195,7 +197,8 @@ def gather_queries(
 
 @triton.jit
 def grad_q(
-    q, k, v, grad_out, lse2, delta, grad_q, cu_seqlens_q, cu_seqlens_kv, tile_map, score_operands, mask_operands,
+    q, k, v, grad_out, lse2, delta, grad_q, cu_seqlens_q, cu_seqlens_kv, kv_lens,
+    tile_map, score_operands, mask_operands,
     q_strides, k_strides, v_strides, grad_out_strides, lse_strides, grad_q_strides,
     batch, heads, group, seq_q, seq_kv, total_q, scale, low_bottom, high_bottom, low_top, high_top,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -219,6 +222,8 @@ def grad_q(
     _, lse_start = sequence(b, seq_q, cu_seqlens_q, lse_strides[0], lse_strides[2])
     keys_kv, k_start = sequence(b, seq_kv, cu_seqlens_kv, k_strides[0], k_strides[2])
     _, v_start = sequence(b, seq_kv, cu_seqlens_kv, v_strides[0], v_strides[2])
+    if kv_lens is not None:
+        keys_kv = tl.load(kv_lens + b).to(tl.int32)
     if row_tile * TILE_Q >= rows_q:
         return
     positions = row_tile * TILE_Q + tl.arange(0, TILE_Q)

@@ -9,7 +9,7 @@ from attnworks.backends.triton.parts import diagonals, inside, load_tile, sequen
 
 @triton.jit
 def grad_bias(
-    q, k, v, grad_out, lse2, delta, grad, cu_seqlens_q, cu_seqlens_kv, score_operands, mask_operands,
+    q, k, v, grad_out, lse2, delta, grad, cu_seqlens_q, cu_seqlens_kv, kv_lens, score_operands, mask_operands,
     q_strides, k_strides, v_strides, grad_out_strides, lse_strides, bias_strides,
     batch, heads, group, seq_q, seq_kv, tiles_q, tiles_kv, scale, low_bottom, high_bottom, low_top, high_top,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -35,6 +35,8 @@ def grad_bias(
         _, lse_start = sequence(b, seq_q, cu_seqlens_q, lse_strides[0], lse_strides[2])
         keys_kv, k_start = sequence(b, seq_kv, cu_seqlens_kv, k_strides[0], k_strides[2])
         _, v_start = sequence(b, seq_kv, cu_seqlens_kv, v_strides[0], v_strides[2])
+        if kv_lens is not None:
+            keys_kv = tl.load(kv_lens + b).to(tl.int32)
         low, high = diagonals(rows_q, keys_kv, low_bottom, high_bottom, low_top, high_top)
         for h_step in range(heads if OVER_H else 1):
             head = own_h + h_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,8 +33,38 @@ DELTA_ROWS = 64
 
 def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher:
     """The backward has tiles of its own (``plans.backward_tiles``); of the forward's plan it needs nothing."""
-    backward = _Backward(problem)
-    return backward.run
+    return _through_pages(problem) if problem.page_size else _Backward(problem).run
+
+
+def _through_pages(p: Problem) -> BackwardLauncher:
+    """Pages are copied into the sequences they make up, and the gradients summed back into them in fp32, since several
+    sequences may share a page."""
+    strides = [(p.seq_kv * p.heads_kv * dim, dim, p.heads_kv * dim) for dim in (p.head_dim, p.head_dim_v)]
+    backward = _Backward(replace(p, page_size=0, k_strides=strides[0], v_strides=strides[1]))
+
+    def run(o: Operands, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, needs: Needs) -> Gradients:
+        assert o.page_table is not None and o.kv_lens is not None
+        first_keys = torch.arange(o.page_table.shape[1], device=o.q.device) * p.page_size
+        table = torch.where(first_keys < o.kv_lens[:, None], o.page_table, 0)  # unused entries may name no page
+        k, v = (_sequences(x, table) for x in (o.k, o.v))
+        found = backward.run(replace(o, k=k, v=v, page_table=None), out, lse, d_out, d_lse, needs)
+        return found._replace(k=_into_pages(found.k, o.k, table), v=_into_pages(found.v, o.v, table))
+
+    return run
+
+
+def _sequences(pages: Tensor, table: Tensor) -> Tensor:
+    """(batch, capacity, heads_kv, dim), contiguous."""
+    held = pages if pages.shape[0] else pages.new_zeros(1, *pages.shape[1:])
+    return held[table].flatten(1, 2)
+
+
+def _into_pages(gradient: Tensor | None, pages: Tensor, table: Tensor) -> Tensor | None:
+    if gradient is None or not pages.shape[0]:
+        return None if gradient is None else torch.empty_like(pages)
+    summed = torch.zeros(pages.shape, dtype=torch.float32, device=pages.device)
+    summed.index_put_((table,), gradient.float().view(*table.shape, *pages.shape[1:]), accumulate=True)
+    return torch.empty_like(pages).copy_(summed)
 
 
 class _Backward:
@@ -56,7 +87,8 @@ class _Backward:
             d_q = torch.empty_like(o.q)
             self._grad_q(o, d_out, lse2, delta, d_q)
         if needs[1] or needs[2]:
-            d_k, d_v = torch.empty_like(o.k), torch.empty_like(o.v)
+            like = torch.zeros_like if p.form == "decode" else torch.empty_like  # keys past a length are nobody's
+            d_k, d_v = like(o.k), like(o.v)
             self._grad_kv(o, d_out, lse2, delta, d_k, d_v)
         scores: list[Tensor | None] = [None] * len(o.scores)
         for place, term in enumerate(p.scores):
@@ -109,13 +141,13 @@ class _Backward:
             fixed = self._common(tiles, d_out) | {
                 "grad_q_strides": self._strides(d_q), "heads": p.heads_q, "total_q": p.total_q,
                 "WIDE": far_apart(tiles.tile_kv, p.k_strides, p.v_strides),
-                "TAIL": packed or p.seq_kv % tiles.tile_kv != 0,
+                "TAIL": p.form != "dense" or p.seq_kv % tiles.tile_kv != 0,
             }  # fmt: skip
             grid = row_tiles * p.heads_q * (p.batch + packed)
             self.launches[key] = Launch(grad_q, (grid,), fixed, num_warps=tiles.warps, num_stages=tiles.stages)
         found = self.modifiers.tile_map(o, tiles.tile_q, tiles.tile_kv) if self.modifiers.mapped else None
         # fmt: off
-        self.launches[key](o.q, o.k, o.v, d_out, lse2, delta, d_q, o.cu_seqlens_q, o.cu_seqlens_kv,
+        self.launches[key](o.q, o.k, o.v, d_out, lse2, delta, d_q, o.cu_seqlens_q, o.cu_seqlens_kv, o.kv_lens,
                            None if found is None else map_arguments(found),
                            self.modifiers.score_operands(o), self.modifiers.mask_operands(o))
         # fmt: on
@@ -137,7 +169,7 @@ class _Backward:
             self.launches[key] = Launch(grad_kv, (grid,), fixed, num_warps=tiles.warps, num_stages=tiles.stages)
         found = self.modifiers.tile_map(o, tiles.tile_q, tiles.tile_kv) if self.modifiers.mapped else None
         # fmt: off
-        self.launches[key](o.q, o.k, o.v, d_out, lse2, delta, d_k, d_v, o.cu_seqlens_q, o.cu_seqlens_kv,
+        self.launches[key](o.q, o.k, o.v, d_out, lse2, delta, d_k, d_v, o.cu_seqlens_q, o.cu_seqlens_kv, o.kv_lens,
                            None if found is None else map_arguments(found.transposed),
                            self.modifiers.score_operands(o), self.modifiers.mask_operands(o))
         # fmt: on
@@ -164,7 +196,7 @@ class _Backward:
             del fixed["SCORE_GRAD"]
             self.launches[key] = Launch(grad_bias, (math.prod(grid),), fixed, num_warps=4, num_stages=1)
         # fmt: off
-        self.launches[key](o.q, o.k, o.v, d_out, lse2, delta, summed, o.cu_seqlens_q, o.cu_seqlens_kv,
+        self.launches[key](o.q, o.k, o.v, d_out, lse2, delta, summed, o.cu_seqlens_q, o.cu_seqlens_kv, o.kv_lens,
                            self.modifiers.score_operands(o), self.modifiers.mask_operands(o))
         # fmt: on
         return summed.to(bias.dtype).reshape(bias.shape)
