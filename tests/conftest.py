@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 settings.register_profile("attnworks", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile("fuzz", deadline=None, print_blob=True, max_examples=300)  # tests/fuzz.py
 settings.load_profile("attnworks")
 
 # Two threads wherever the tests run, so that the code that shares work between threads always runs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ CONFIGS: dict[str, hf.PreTrainedConfig] = {
 def decoder(name: str, implementation: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
     """A causal language model; the same weights for every implementation."""
     torch.manual_seed(1)
-    model = hf.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=implementation).to(dtype).eval()
+    config = copy.deepcopy(CONFIGS[name])  # a model's layers ask its config, of which from_config makes no copy
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to(dtype).eval()
     model.generation_config.pad_token_id = 0
     return model
 
