@@ -7,27 +7,13 @@
 #include <atomic>
 #include <exception>
 #include <new>
-
 #ifdef __SANITIZE_THREAD__
-#include <sanitizer/tsan_interface.h>
+#include <thread>
+#include <vector>
 #endif
 
 namespace attnworks {
 namespace {
-
-// libgomp isn't built for the thread sanitizer, which therefore doesn't see that threads begin after the call and end before it returns:
-// these say so. What the threads do to each other in between is checked.
-[[maybe_unused]] char edge;
-inline void released() {
-#ifdef __SANITIZE_THREAD__
-  __tsan_release(&edge);
-#endif
-}
-inline void acquired() {
-#ifdef __SANITIZE_THREAD__
-  __tsan_acquire(&edge);
-#endif
-}
 
 std::atomic<bool> forked{false};
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { forked = true; });
@@ -50,19 +36,23 @@ void for_each_task(int64_t tasks, int threads, const std::function<void(int64_t)
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
   std::exception_ptr failure;
-  released();
-#pragma omp parallel num_threads(threads)
-  {
-    acquired();
+  auto work = [&] {
     try {
       for (int64_t task = next++; task < tasks; task = next++) run(task);
     } catch (...) {
       next = tasks;
       if (!failed.exchange(true)) failure = std::current_exception();
     }
-    released();
-  }
-  acquired();
+  };
+#ifdef __SANITIZE_THREAD__  // it doesn't see what libgomp, built without it, does to begin and end threads, and would call all of that races
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads; i++) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
+#else
+#pragma omp parallel num_threads(threads)
+  work();
+#endif
   if (failed) std::rethrow_exception(failure);
 }
 
