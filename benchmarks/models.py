@@ -8,7 +8,8 @@
 same. "prompt": a prompt of ``context`` tokens into an empty cache. Every round runs both implementations once, in an
 order drawn anew, on the same model and the same cache, which is cut back after each step. Time within the attention
 function is counted apart; the rest of a step (products with the weights, norms, the cache's growing) is the same for
-both. Both must give the same logits within rounding, or the run ends. From a source tree set PYTHONPATH=src; needs transformers.
+both. Both must give the same logits within rounding, or the run ends. From a source tree set PYTHONPATH=src; needs
+transformers.
 """
 
 from __future__ import annotations
