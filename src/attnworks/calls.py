@@ -23,7 +23,7 @@ Call = tuple[Launcher, Operands]
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors themselves where their dtypes are equal, which autocast then does not change. Where they differ,
     under autocast, all in its dtype, as torch's own attention does it; float64 is left alone, there as here."""
-    if q.dtype == k.dtype == v.dtype or not _autocasts(q):
+    if q.dtype == k.dtype == v.dtype or not autocasts(q):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
@@ -34,14 +34,16 @@ def autocast_decode(
     q: Tensor, k_cache: Tensor, k_new: Tensor | None, v_new: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q and the new keys, under autocast in the caches' dtype: a cache is never copied."""
-    if q.dtype == k_cache.dtype or k_cache.dtype not in problem.FLOAT_DTYPES or not _autocasts(q):
+    if q.dtype == k_cache.dtype or k_cache.dtype not in problem.FLOAT_DTYPES or not autocasts(q):
         return q, k_new, v_new
     dtype = k_cache.dtype
     return q.to(dtype), k_new if k_new is None else k_new.to(dtype), v_new if v_new is None else v_new.to(dtype)
 
 
-def _autocasts(q: Tensor) -> bool:
-    return torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type)
+def autocasts(q: Tensor) -> bool:
+    """Whether autocast is on for q's device. torch raises for "meta"; asking it first what it knows is a question that
+    torch.compile cannot follow before torch 2.13."""
+    return q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
 
 
 def dense_problem(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from attnworks import dispatch, masks
+from attnworks import dispatch, masks, tuned
 from attnworks.autograd import Joined
 from attnworks.backends import Backend, Launcher
 from attnworks.plan import Plan
@@ -40,6 +41,17 @@ def prepare(key: Hashable, problem: Problem, backend: str, plan: Plan | None) ->
             CALLS.clear()
         CALLS[key] = launch
     return launch
+
+
+def use_plans(folder: str | Path | None) -> None:
+    """Take tuned plans from ``folder``, which holds a file ``<device>.json`` for each kind of device; None: from
+    ``plans`` in the user's configuration folder, as before the first use. What the files don't say is left to the plans
+    that are shipped and to the backends' own tables. Holds for the process; calls made before are prepared anew.
+
+    Raises ``ValueError`` for what is no folder; a file that can't be read is named by the call that needs it.
+    """
+    tuned.use(folder)
+    CALLS.clear()
 
 
 def joined(problem: Problem, backend: Backend, plan: Plan) -> Launcher:

@@ -1,11 +1,12 @@
 """Backends: each one runs Plans. They never import each other.
 
-A backend is a module with the six names of ``Backend``.
+A backend is a module with the names of ``Backend``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -46,6 +47,9 @@ class Backend(Protocol):
     """What dispatch needs of a backend."""
 
     NAME: str
+
+    KERNELS: tuple[Path, ...]
+    """Sources of the kernels that tuned plans are measured with; none where plans are not tuned."""
 
     def verdict(self, problem: Problem, hardware: Hardware) -> Verdict:
         """Whether this backend runs the problem, with every reason if not. Pure."""

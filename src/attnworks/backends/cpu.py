@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
 
 NAME = "cpu"
+KERNELS: tuple[Path, ...] = ()
 ABI = 1  # of the native extension this file calls
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
