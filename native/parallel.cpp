@@ -7,6 +7,10 @@
 #include <atomic>
 #include <exception>
 #include <new>
+#ifdef __SANITIZE_THREAD__
+#include <thread>
+#include <vector>
+#endif
 
 namespace attnworks {
 namespace {
@@ -32,13 +36,23 @@ void for_each_task(int64_t tasks, int threads, const std::function<void(int64_t)
   std::atomic<int64_t> next{0};
   std::atomic<bool> failed{false};
   std::exception_ptr failure;
+  auto work = [&] {
+    try {
+      for (int64_t task = next++; task < tasks; task = next++) run(task);
+    } catch (...) {
+      next = tasks;
+      if (!failed.exchange(true)) failure = std::current_exception();
+    }
+  };
+#ifdef __SANITIZE_THREAD__  // it doesn't see what libgomp, built without it, does to begin and end threads, and would call all of that races
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads; i++) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
+#else
 #pragma omp parallel num_threads(threads)
-  try {
-    for (int64_t task = next++; task < tasks; task = next++) run(task);
-  } catch (...) {
-    next = tasks;
-    if (!failed.exchange(true)) failure = std::current_exception();
-  }
+  work();
+#endif
   if (failed) std::rethrow_exception(failure);
 }
 

@@ -27,7 +27,18 @@ LAYERS: list[tuple[str, ...]] = [
     ("workbench", "integrations", "testing"),
 ]
 ORDER = {name: (layer, place) for layer, names in enumerate(LAYERS) for place, name in enumerate(names)}
-HEAVY = ("click", "rich", "platformdirs", "triton", "matplotlib", "jinja2", "openvino", "onnxruntime", "pytest")
+HEAVY = (
+    "click",
+    "rich",
+    "platformdirs",
+    "triton",
+    "matplotlib",
+    "jinja2",
+    "openvino",
+    "onnxruntime",
+    "pytest",
+    "transformers",
+)
 
 
 @cache

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnworks import Causal, Plan, Window, attention, attention_decode, attention_varlen, merge
+from attnworks import Bias, Causal, Plan, Sink, Softcap, Window, attention, attention_decode, attention_varlen, merge
 from attnworks.backends import cpu
 from helpers import assert_close
 
@@ -18,7 +18,7 @@ lengths = st.integers(0, 70) | st.sampled_from([127, 128, 129, 255, 513])
 extents = st.none() | st.integers(0, 90)
 aligns = st.sampled_from(["bottom-right", "top-left"])
 bounds = st.none() | st.builds(Causal, aligns) | st.builds(Window, extents, extents, aligns)
-few = settings(max_examples=60)
+few = settings(max_examples=60) if settings.default.derandomize else settings()  # as many as the profile "fuzz" says
 
 
 @st.composite
@@ -69,6 +69,46 @@ def test_dense(data):
     expected = attention(*double(q, k, v), **options, backend="reference")
     check(attention(q, k, v, **options), expected, dtype)
     check(attention(q, k, v, **options, backend="reference"), expected, dtype)
+
+
+@few
+@given(st.data())
+def test_masks_scores_and_gradients(data):
+    """Tensors of every broadcast, in any strides, as mask and bias; softcap and sink; all gradients."""
+    seeded(data)
+    dtype, (heads_kv, heads_q) = data.draw(st.sampled_from([torch.float32, torch.bfloat16])), data.draw(heads)
+    batch, seq_q, seq_kv = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 70)), data.draw(st.integers(1, 150))
+    full, dim = (batch, heads_q, seq_q, seq_kv), data.draw(st.integers(1, 40))
+
+    def broadcast():
+        return tuple(data.draw(st.sampled_from([1, size])) for size in full)
+
+    sizes = ((heads_q, seq_q), (heads_kv, seq_kv), (heads_kv, seq_kv))
+    tensors = [data.draw(strided((batch, *size, dim), dtype)).requires_grad_() for size in sizes]
+    mask, scores, given = data.draw(bounds), [], list(tensors)
+    if data.draw(st.booleans()):
+        shown = data.draw(strided(broadcast(), torch.float32)) > data.draw(st.sampled_from([-2.0, 0.0, 2.0]))
+        mask = shown if mask is None else mask & shown
+    if data.draw(st.booleans()):
+        scores.append(Softcap(data.draw(st.sampled_from([0.5, 20.0]))))
+    for kind, shape in ((Bias, broadcast()), (Sink, (heads_q,))):
+        if data.draw(st.booleans()):
+            given.append(data.draw(strided(shape, torch.float32)).requires_grad_())
+            scores.append(kind(given[-1]))
+
+    def run(inputs, backend):
+        extra = iter(inputs[3:])
+        modifiers = tuple(type(s)(next(extra)) if isinstance(s, Bias | Sink) else s for s in scores)
+        out, lse = attention(*inputs[:3], mask=mask, scores=modifiers, return_lse=True, backend=backend)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).sin()
+        return out, lse, torch.autograd.grad((out.double() * weights).sum(), inputs)
+
+    exact = [x.detach().double().requires_grad_() for x in given]
+    expected, got = run(exact, "reference"), run(given, "auto")
+    check([x.detach() for x in got[:2]], expected, dtype)
+    limit = 1e-4 if dtype == torch.float32 else 3e-2
+    for a, b in zip(got[2], expected[2], strict=True):
+        assert (a.double() - b).norm() <= limit * (b.norm() + 1)
 
 
 @few
