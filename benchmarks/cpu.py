@@ -1,6 +1,6 @@
 """The CPU bars: attnworks against torch's attention (and OpenVINO's, ONNX Runtime's) on the machine at hand.
 
-    python benchmarks/cpu.py                          everything, about 12 minutes on 2 cores
+    python benchmarks/cpu.py                          everything, about 20 minutes on 2 cores
     python benchmarks/cpu.py --quick                  fewer sizes and runs, about 2 minutes
     python benchmarks/cpu.py --section decode --dtype bfloat16
     python benchmarks/cpu.py --markdown docs/results/cpu.md --json > rows.json
@@ -47,6 +47,10 @@ MIB = 2**20
 PREFILL_BARS = {"float32": (1.15, 1.35), "bfloat16": (2.1, 2.5), "float16": (1.6, 1.9)}  # non-causal, causal
 PEER_BARS = (1.0, 1.7)
 WINDOW_BAR = 6.0
+BACKWARD_BARS = {"float32": 1.4, "bfloat16": 1.7, "float16": 8.0}
+TRAINING_BARS = {"float32": 1.5, "bfloat16": 2.0, "float16": None}  # forward and backward of a causal GQA layer
+WINDOW_TRAINING_BAR = 5.0
+NEEDS_BF16 = "the bar is for CPUs with avx512_bf16"
 DECODE_BARS = {
     ("MHA 8/8", "float32"): 1.7,
     ("MHA 8/8", "bfloat16"): 2.2,
@@ -87,8 +91,7 @@ def prefill(settings: Settings) -> Iterator[Row]:
         problem = _prefill_problem(dtype, head_dim, length, Causal() if causal else None)
         result = _measure(problem, ("attnworks", "sdpa"), settings.protocol())
         bar = PREFILL_BARS[dtype][causal]
-        away = "" if dtype != "bfloat16" or "avx512_bf16" in cpu.isas() else "the bar is for CPUs with avx512_bf16"
-        yield _ratio_row("prefill", _prefill_name(dtype, head_dim, length, causal), result, "sdpa", bar, away)
+        yield _ratio_row("prefill", _prefill_name(dtype, head_dim, length, causal), result, "sdpa", bar, _away(dtype))
 
 
 def peers(settings: Settings) -> Iterator[Row]:
@@ -113,6 +116,31 @@ def window(settings: Settings) -> Iterator[Row]:
         name = f"{dtype} window 512, D=64 N={length}"
         yield _ratio_row("window", name, result, "sdpa", WINDOW_BAR, "the bar is for causal SDPA")
         yield _ratio_row("window", name, result, "sdpa-causal", WINDOW_BAR)
+
+
+def backward(settings: Settings) -> Iterator[Row]:
+    """Gradients against SDPA's: the backward alone; forward and backward of a causal layer with grouped heads, and of a
+    window of 512 at the longest length."""
+    for dtype, head_dim, causal, length in _grid(settings, settings.lengths):
+        problem = _prefill_problem(dtype, head_dim, length, Causal() if causal else None)
+        result = _measure_gradients(problem, ("attnworks", "sdpa"), settings, forward=False)
+        name, work = _prefill_name(dtype, head_dim, length, causal), _backward_work(problem)
+        yield _ratio_row("backward", name, result, "sdpa", BACKWARD_BARS[dtype], _away(dtype), work=work)
+    for dtype in settings.dtypes:
+        for length in settings.lengths:
+            problem = _prefill_problem(dtype, 128, length, Causal(), heads=8, heads_kv=2)
+            result = _measure_gradients(problem, ("attnworks", "sdpa"), settings, forward=True)
+            name, bar = f"{dtype} causal GQA 8/2, D=128 N={length}, forward + backward", TRAINING_BARS[dtype]
+            away = _away(dtype) if bar else "no bar"
+            yield _ratio_row("backward", name, result, "sdpa", bar or 0.0, away, work=1 + _backward_work(problem))
+    for dtype in settings.dtypes:
+        length = max(settings.lengths)
+        problem = _prefill_problem(dtype, 64, length, Window(511, 0))
+        result = _measure_gradients(problem, ("attnworks", "sdpa", "sdpa-causal"), settings, forward=True)
+        name, work = f"{dtype} window 512, D=64 N={length}, forward + backward", 1 + _backward_work(problem)
+        away = "the bar is for causal SDPA"
+        yield _ratio_row("backward", name, result, "sdpa", WINDOW_TRAINING_BAR, away, work=work)
+        yield _ratio_row("backward", name, result, "sdpa-causal", WINDOW_TRAINING_BAR, work=work)
 
 
 def decode(settings: Settings) -> Iterator[Row]:
@@ -191,6 +219,7 @@ def import_time(settings: Settings) -> Iterator[Row]:
 SECTIONS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "prefill": prefill,
     "window": window,
+    "backward": backward,
     "masks": cpu_masks.masks,
     "decode": decode,
     "memory": memory,
@@ -211,13 +240,13 @@ def _grid(settings: Settings, lengths: tuple[int, ...]) -> Iterator[tuple[str, i
                     yield dtype, head_dim, causal, length
 
 
-def _prefill_problem(dtype: str, head_dim: int, length: int, mask: Any, heads: int = 0) -> Problem:
+def _prefill_problem(dtype: str, head_dim: int, length: int, mask: Any, heads: int = 0, heads_kv: int = 0) -> Problem:
     heads = heads or max(1, TOKENS // length)
     return describe(
         form="dense",
         batch=1,
         heads_q=heads,
-        heads_kv=heads,
+        heads_kv=heads_kv or heads,
         seq_q=length,
         seq_kv=length,
         head_dim=head_dim,
@@ -231,6 +260,16 @@ def _prefill_name(dtype: str, head_dim: int, length: int, causal: bool) -> str:
     return f"{dtype} {'causal' if causal else 'full'}, D={head_dim} N={length}"
 
 
+def _away(dtype: str) -> str:
+    """Why a bar is not meant for this machine."""
+    return NEEDS_BF16 if dtype == "bfloat16" and "avx512_bf16" not in cpu.isas() else ""
+
+
+def _backward_work(problem: Problem) -> float:
+    """FLOPs of the backward in those of the forward, which the records count."""
+    return problem.flops(backward=True) / problem.flops()
+
+
 def _stored(name: str, own: str) -> str:
     return name if own == "attnworks" else f"{name}, head-major"
 
@@ -239,15 +278,29 @@ def _measure(problem: Problem, names: tuple[str, ...], protocol: Protocol) -> Re
     return measure(problem, [by_name(name) for name in names], protocol)
 
 
+def _measure_gradients(problem: Problem, names: tuple[str, ...], settings: Settings, forward: bool) -> Result:
+    cpu_probes.verify(problem, names)
+    providers = [cpu_probes.Differentiated(by_name(name), forward) for name in names]
+    return measure(problem, providers, settings.protocol(fewest_runs=3))
+
+
 def _best(result: Result, others: tuple[str, ...]) -> str:
     timed = [record for record in result.records if record.provider in others]
     return min(timed, key=lambda record: record.median).provider if timed else ""
 
 
 def _ratio_row(
-    section: str, name: str, result: Result, other: str, bar: float, away: str = "", provider: str = "attnworks"
+    section: str,
+    name: str,
+    result: Result,
+    other: str,
+    bar: float,
+    away: str = "",
+    provider: str = "attnworks",
+    work: float = 1.0,
 ) -> Row:
-    """The ratio to one competitor. ``away``: why the bar is not meant for it."""
+    """The ratio to one competitor. ``away``: why the bar is not meant for it. ``work``: FLOPs of what was timed, as a
+    multiple of the record's."""
     own, theirs = result.record(provider), result.record(other)
     if own is None or theirs is None:
         reasons = result.failed | result.refused
@@ -258,7 +311,7 @@ def _ratio_row(
     share = own.share_of_peak_flops
     detail = [f"{own.median * 1e3:.3g} against {theirs.median * 1e3:.3g} ms, {len(own.seconds)} runs"]
     if share is not None and section != "decode":
-        detail.append(f"{share:.0%} of FMA peak")
+        detail.append(f"{work * share:.0%} of FMA peak")
     if not away and ratio.low < bar <= ratio.high:
         detail.append("the bar lies within the noise")
     if own.load["busy"]:

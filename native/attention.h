@@ -96,6 +96,55 @@ struct ForwardTask {
   HeadModifiers modifiers;
 };
 
+// Everything of the forward, and where the cotangent is and the gradients go. out and lse are those that the forward gave; d_lse, a cotangent
+// of the LSE, has lse's strides. tile_q, tile_kv are the backward's own.
+struct BackwardProblem : ForwardProblem {
+  Strides d_out, d_q, d_k, d_v;
+};
+
+constexpr int64_t MAX_BACKWARD_TILE_Q = 192, MAX_BACKWARD_TILE_KV = 256;  // larger tiles are cut to these
+
+// Rows [row_begin, row_end) of one head, at most a tile of them. The pointers are at row 0 of this sequence and head. d_lse may be null.
+// shift, delta and d_q_sum are the backward's own: shift the LSE in the units of the scores, which are in base 2 unless steps change them (+inf
+// for a row that sees no key, so that its probs are 0), delta rowsum(dO * O) less the LSE's cotangent, both one number a row; d_q_sum dQ / scale
+// in fp32, in rows of d_q_sum_row() floats that are filled up to whole micro-blocks.
+struct BackwardRows {
+  const void *q, *out, *d_out;
+  const float *lse, *d_lse;
+  float *shift, *delta, *d_q_sum;
+  void* d_q;
+  int64_t row_begin, row_end;
+  HeadModifiers modifiers;
+};
+
+// One tile of keys [key_begin, key_end) of one KV head; the pointers are at row 0 of this sequence and head. d_k, d_v may be null.
+struct BackwardKeys {
+  const void *k, *v;
+  void *d_k, *d_v;
+  int64_t seq_q, seq_kv, key_begin, key_end;
+};
+
+// The gradient of the bias that is step number `step`: in fp32, with distances between neighbours in elements, 0 where the bias is broadcast.
+struct BiasGradient {
+  float* data;  // null: not asked for. In add_bias, of this sequence and head.
+  int64_t batch, head, row, key;
+};
+
+// The parts of a backward. Who takes them in which order is the scheduler's business: see schedule_backward.cpp. Scratch holds a tile of keys
+// from begin to store_keys. With a tile map, tiles of rows and keys start at multiples of its own.
+struct BackwardKernels {
+  size_t (*scratch)(const BackwardProblem&);     // bytes
+  int64_t (*d_q_sum_row)(const BackwardProblem&);  // floats
+  void (*row_sums)(const BackwardProblem&, const BackwardRows&);  // shift and delta
+  void (*begin)(const BackwardProblem&, const BackwardKeys&, void* scratch);
+  void (*add_rows)(const BackwardProblem&, const BackwardKeys&, const BackwardRows&, void* scratch);  // what these rows add to dK and dV
+  // d_q_sum becomes (first) or grows by what this tile of keys adds to dQ of the rows that add_rows was called with last.
+  void (*add_d_q)(const BackwardProblem&, const BackwardKeys&, const BackwardRows&, bool first, void* scratch);
+  void (*store_keys)(const BackwardProblem&, const BackwardKeys&, void* scratch);  // d_k and d_v
+  void (*store_d_q)(const BackwardProblem&, const BackwardRows&, bool any);        // from d_q_sum; zeros if no tile added anything
+  void (*add_bias)(const BackwardProblem&, const BackwardKeys&, const BackwardRows&, int64_t step, const BiasGradient&, void* scratch);
+};
+
 struct DecodeProblem {
   DType dtype;
   int64_t batch, seq_q, heads_q, heads_kv, head_dim, head_dim_v;
@@ -110,6 +159,9 @@ struct DecodeProblem {
 // Decode goes over the keys in blocks, so that K and V of one and what is fetched ahead stay in half of an L2 (512 KiB on Zen 3, shared with
 // whatever runs on the core's other thread): at least DECODE_BLOCK_KEYS keys of all heads of a task, which is what bounds those.
 constexpr int64_t DECODE_BLOCK_BYTES = 128 << 10, DECODE_BLOCK_KEYS = 16;
+// Of one head it fetches so much ahead: two of these and q and acc of a few rows fit an L1 of 32 KiB, and to compute with one takes several
+// times as long as memory takes to answer.
+constexpr int64_t DECODE_CHUNK_BYTES = 8 << 10;
 
 // One unit of work of the decode: keys [key_begin, key_end) of `heads` KV heads, each for all rows that share it:
 // row r = query * group + g, with group = heads_q / heads_kv, query in [0, seq_q) and g the query head inside the group.
@@ -138,9 +190,10 @@ struct Kernels {
   // Writes one partial result for each head of the task, `stride` floats apart.
   void (*decode_split)(const DecodeProblem&, const DecodeTask&, float* partials, int64_t stride, void* scratch);
   // Writes out and lse of all rows of the task's first head from `splits` partial results, that lie decode_partial floats apart in the
-  // order of their keys.
-  // splits may be 0 (no visible key: out 0, lse -inf).
-  void (*decode_merge)(const DecodeProblem&, const DecodeTask&, const float* partials, int64_t splits);
+  // order of their keys, and are used up by it. splits may be 0 (no visible key: out 0, lse -inf).
+  void (*decode_merge)(const DecodeProblem&, const DecodeTask&, float* partials, int64_t splits);
+
+  BackwardKernels backward;  // of amx_bf16 empty: it has no tiles of its own there, avx512_bf16 is for the same CPUs
 
   double (*flops)(DType, int64_t iterations);               // runs that many rounds of independent multiply-adds; FLOPs done
   float (*read)(const void* memory, int64_t bytes);         // reads every byte once; the sum keeps the compiler honest

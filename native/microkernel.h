@@ -58,6 +58,37 @@ __attribute__((noinline)) static void values_kernel(int64_t depth, const float* 
     for (int n = 0; n < N; n++) store(acc_memory + r * acc_stride + n * W, acc[r][n]);
 }
 
+// c[MR][row stride c_stride] += (or =, if `first`) a b for N vectors of columns, a as in multiply_add. The sum starts at 0 and meets c once:
+// so the rounding errors of long sums grow with the number of blocks and the size of one, not with their product.
+template <bool PAIRS, int ROW, int STEP, int N>
+__attribute__((noinline)) static void add_product_kernel(int64_t depth, const float* a, const float* b, float* c, int64_t c_stride,
+                                                         bool first) {
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++) __builtin_prefetch(c + r * c_stride, 1);  // needed after the product
+  Vec acc[MR][N];
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) acc[r][n] = zero();
+  multiply_add<PAIRS, ROW, STEP>(depth, a, b, PANEL, acc);
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; r++)
+#pragma GCC unroll 8
+    for (int n = 0; n < N; n++) {
+      float* to = c + r * c_stride + n * W;
+      store(to, first ? acc[r][n] : add(load(to), acc[r][n]));
+    }
+}
+
+// The same for 1 <= vectors <= NV.
+template <bool PAIRS, int ROW, int STEP, int N = NV>
+ATTNWORKS_INLINE void add_product(int64_t vectors, int64_t depth, const float* a, const float* b, float* c, int64_t c_stride, bool first) {
+  if constexpr (N > 1) {
+    if (vectors < N) return add_product<PAIRS, ROW, STEP, N - 1>(vectors, depth, a, b, c, c_stride, first);
+  }
+  add_product_kernel<PAIRS, ROW, STEP, N>(depth, a, b, c, c_stride, first);
+}
+
 // The same for 1 <= vectors <= NV.
 template <bool PAIRS, int P_ROW, int N = NV>
 ATTNWORKS_INLINE void values(int64_t vectors, int64_t depth, const float* probs, const float* v, int64_t v_stride, const float* rescale,

@@ -9,6 +9,7 @@ import threading
 import time
 import tracemalloc
 import warnings
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 
-from attnworks import Causal, UnsupportedError, attention, attention_decode, attention_varlen, prepared
+from attnworks import Causal, UnsupportedError, Window, attention, attention_decode, attention_varlen, prepared
 from attnworks.backends import cpu
 from helpers import assert_close, or_skip, randn
 
@@ -35,7 +36,15 @@ def work(backend: str, seq: int = 300) -> list[torch.Tensor]:
     ]
 
 
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+def training_step(seq: int = 500) -> tuple[torch.Tensor, ...]:
+    """The native gradients of one head, whose tiles of keys take turns, by kernels alone."""
+    generator = torch.Generator().manual_seed(seq)
+    q, k, v, d_out = (torch.randn(1, 1, seq, 32, generator=generator) for _ in range(4))
+    leaves = q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+    return torch.autograd.grad(attention(*leaves, mask=Window(200, 40), backend="cpu"), leaves, d_out)
+
+
+def same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
@@ -47,10 +56,11 @@ def available(backend: str) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_the_number_of_threads_changes_no_bit(threads):
     available("cpu")
-    before, expected = torch.get_num_threads(), work("cpu", 700)
+    before, expected, gradients = torch.get_num_threads(), work("cpu", 700), training_step()
     try:
         torch.set_num_threads(threads)
         assert same(work("cpu", 700), expected)
+        assert same(training_step(), gradients)
     finally:
         torch.set_num_threads(before)
 
@@ -110,7 +120,7 @@ def test_a_forked_child_computes_and_exits():
     def outputs() -> list[bytes]:
         dense = attention(q, q, q, mask=Causal(), backend="cpu")
         decoded = attention_decode(q.transpose(1, 2)[:, :2], cache, cache, kv_lens=lens, backend="cpu")
-        return [out.numpy().tobytes() for out in (dense, decoded)]
+        return [x.numpy().tobytes() for x in (dense, decoded, *training_step())]
 
     expected = outputs()
     with warnings.catch_warnings():

@@ -29,6 +29,7 @@ ATTNWORKS_INLINE void store_n(float* p, Vec x, int n) {
   memcpy(p, whole, 4 * n);
 }
 
+ATTNWORKS_INLINE Vec in_register(Vec x) { return x; }  // no instruction of NEON takes an operand from memory
 ATTNWORKS_INLINE Vec zero() { return vdupq_n_f32(0.f); }
 ATTNWORKS_INLINE Vec set1(float x) { return vdupq_n_f32(x); }
 ATTNWORKS_INLINE Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
@@ -37,6 +38,7 @@ ATTNWORKS_INLINE Vec mul(Vec a, Vec b) { return vmulq_f32(a, b); }
 ATTNWORKS_INLINE Vec div(Vec a, Vec b) { return vdivq_f32(a, b); }
 ATTNWORKS_INLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 ATTNWORKS_INLINE Vec max(Vec a, Vec b) { return vmaxq_f32(a, b); }
+ATTNWORKS_INLINE Vec min(Vec a, Vec b) { return vminq_f32(a, b); }
 ATTNWORKS_INLINE Vec choose(uint32_t bits, Vec a, Vec b) {
   const uint32_t lanes[W] = {1, 2, 4, 8};
   return vbslq_f32(vtstq_u32(vdupq_n_u32(bits), vld1q_u32(lanes)), a, b);
@@ -116,7 +118,7 @@ ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {
   b = x.val[1];
 }
 
-ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 Vec dot_bf16(Vec acc, Vec pairs_a, Vec pairs_b);  // see generic.h: declared only
 Vec pack_bf16(Vec first, Vec second);

@@ -54,7 +54,7 @@ def test_it_runs_the_plain_problems(form, dtype):
         ({"device": "cuda:0"}, "tensors are on cuda:0, it runs on the CPU"),
         ({"dtype": torch.float64}, "dtype torch.float64"),
         ({"kv_dtype": torch.int8}, "caches of torch.int8"),
-        ({"differentiable": True}, "an input requires grad, and it has no backward yet"),
+        ({"form": "decode", "differentiable": True}, "an input requires grad, and it has no backward through caches"),
         ({"transformed": True}, "forward-mode AD or a functorch transform must see torch operations"),
         ({"head_dim": 577}, "head_dim 577 (at most 576)"),
         ({"head_dim_v": 513}, "head_dim_v 513 (at most 512)"),
@@ -74,9 +74,7 @@ def test_it_runs_masks_and_modifiers():
 
 
 def test_all_reasons_come_at_once():
-    told = cpu.verdict(
-        problem(dtype=torch.float64, differentiable=True, **scored(lambda s, b, h, q, k: s)), MACHINE
-    ).reasons
+    told = cpu.verdict(problem(dtype=torch.float64, traced=True, **scored(lambda s, b, h, q, k: s)), MACHINE).reasons
     assert len(told) == 3
 
 

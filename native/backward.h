@@ -1,0 +1,388 @@
+// The backward for one tile of keys (FlashAttention-2, Dao 2023, algorithm 2): K and V are packed once, dK and dV grow in scratch while tiles
+// of query rows go by. S is recomputed from the saved LSE; with it P, dP = dO V^T and dS = P * (dP - delta); then dV += P^T dO, dK += dS^T Q
+// and dQ += dS K.
+//
+// A gradient depends on the sizes of the tiles alone: tiles of rows and of keys start at multiples of them, every product of two tiles is
+// summed from 0, and the tiles' sums are added in the order that the scheduler keeps.
+#pragma once
+#include <math.h>
+#include <string.h>
+
+#include "forward.h"
+
+namespace attnworks::ATTNWORKS_ISA {
+
+// Of scores, probs and their gradients. No power of two, whose rows would share cache sets; the slack takes what zero_outside overruns.
+constexpr int GRADS_ROW = MAX_BACKWARD_TILE_KV + 3 * W;
+
+// How a tile lies in scratch; offsets in floats, each region a multiple of 16 of them.
+struct BackwardLayout {
+  int64_t tile_q, tile_kv;
+  int64_t units, units_v;        // of a row of q or k; of v or d_out
+  int64_t sum_row, sum_row_v;    // floats of a row of dK and dQ; of dV: whole vectors
+  int64_t q_panel, k_panel;      // between panels of columns of q and d_out; of k
+  int64_t k, v, k_columns, q, d_out, q_columns, d_out_columns;  // packed by pack_k, pack_k, pack_v, pack_q, pack_q, pack_v, pack_v
+  int64_t scores, d_probs;       // in fp32; they become probs and d_scores in place
+  int64_t probs, d_scores;       // the same; with dot products of pairs, as pairs of neighbouring rows, for dV and dK
+  int64_t d_score_rows;          // the same; with dot products of pairs, as pairs of neighbouring keys, for dQ
+  int64_t d_k, d_v, size;
+};
+
+template <typename T>
+static BackwardLayout backward_layout(const BackwardProblem& p) {
+  constexpr bool PAIRS = in_pairs<T>;
+  BackwardLayout l;
+  l.tile_q = round_up(clamp(p.tile_q, 1, MAX_BACKWARD_TILE_Q), 2 * MR);
+  l.tile_kv = round_up(clamp(p.tile_kv, 1, MAX_BACKWARD_TILE_KV), PANEL);
+  l.units = row_units<T>(p.head_dim);
+  l.units_v = row_units<T>(p.head_dim_v);
+  l.sum_row = round_up(p.head_dim, W);
+  l.sum_row_v = round_up(p.head_dim_v, W);
+  l.q_panel = row_units<T>(l.tile_q) * PANEL;
+  l.k_panel = row_units<T>(l.tile_kv) * PANEL;
+  int64_t at = 0;
+  auto region = [&at](int64_t floats) {
+    const int64_t begin = at;
+    at += round_up(floats, 16);
+    return begin;
+  };
+  const int64_t panels = round_up(p.head_dim, PANEL) / PANEL, panels_v = round_up(p.head_dim_v, PANEL) / PANEL;
+  l.k = region(l.tile_kv * l.units);
+  l.v = region(l.tile_kv * l.units_v);
+  l.k_columns = region(panels * l.k_panel);
+  l.q = region(l.tile_q * l.units + W);  // pack_q overruns by less than W
+  l.d_out = region(l.tile_q * l.units_v + W);
+  l.q_columns = region(panels * l.q_panel);
+  l.d_out_columns = region(panels_v * l.q_panel);
+  l.scores = region(l.tile_q * GRADS_ROW + W) + W;  // zero_outside may begin less than W before a row
+  l.d_probs = region(l.tile_q * GRADS_ROW + W) + W;
+  l.probs = PAIRS ? region(l.tile_q / 2 * GRADS_ROW) : l.scores;
+  l.d_scores = PAIRS ? region(l.tile_q / 2 * GRADS_ROW) : l.d_probs;
+  l.d_score_rows = PAIRS ? region(l.tile_q * GRADS_ROW / 2) : l.d_probs;
+  l.d_k = region(round_up(l.tile_kv, MR) * l.sum_row);
+  l.d_v = region(round_up(l.tile_kv, MR) * l.sum_row_v);
+  l.size = at;
+  return l;
+}
+
+// Scores and d_probs become probs and d_scores in place, in whole vectors. `shift` in the scores' units: natural ones with STEPS, else base 2.
+template <typename T, bool STEPS>
+ATTNWORKS_INLINE void row_gradients(float* scores, float* d_probs, int64_t begin, int64_t end, float shift, float delta) {
+  for (int64_t at = begin; at < end; at += W) {
+    // No prob is above 1, but a forward by other sums than these may round a huge score's LSE below the score.
+    const Vec probs = prob<STEPS, in_pairs<T> ? 4 : 5>(min(zero(), sub(load(scores + at), set1(shift))));
+    store(scores + at, probs);
+    store(d_probs + at, mul(probs, sub(load(d_probs + at), set1(delta))));
+  }
+}
+
+// The same where the scores go through steps and a map first. d_probs become the gradient of what comes out of step number `after`; -1: of
+// scale * q k^T. Softcaps are the only steps with a derivative other than 1.
+template <typename T>
+static void modified_row_gradients(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t row, int64_t begin,
+                                   int64_t end, int64_t after, float* scores, float* d_probs) {
+  const Modifiers& m = p.modifiers;
+  float slopes[MAX_STEPS * GRADS_ROW];
+  const int64_t key = task.key_begin + begin, shift = p.bounds.shift(task.seq_q, task.seq_kv);
+  const float own_shift = rows.shift[row], delta = rows.delta[row];
+  scores += begin;
+  d_probs += begin;
+  if (m.count) apply_steps(m, rows.modifiers, row, shift, key, end - begin, scores, slopes, GRADS_ROW);
+  if (rows.modifiers.places) hide_row(m.map, rows.modifiers, row, key, end - begin, scores);
+  if (m.count)
+    row_gradients<T, true>(scores, d_probs, 0, end - begin, own_shift, delta);
+  else
+    row_gradients<T, false>(scores, d_probs, 0, end - begin, own_shift, delta);
+  const float* slope = slopes;
+  for (int64_t n = 0; n < m.count; n++) {
+    if (m.steps[n].kind != StepKind::softcap) continue;
+    if (n > after)
+      for (int64_t at = 0; at < end - begin; at += W) store(d_probs + at, mul(load(slope + at), load(d_probs + at)));
+    slope += GRADS_ROW;
+  }
+}
+
+// Sets row[0, end) outside [visible_begin, visible_end) to 0, in whole vectors that may overrun it by less than one.
+ATTNWORKS_INLINE void zero_outside(float* row, int64_t end, int64_t visible_begin, int64_t visible_end) {
+  for (int64_t at = larger(visible_end, 0); at < end; at += W) store(row + at, zero());
+  for (int64_t at = smaller(visible_begin, end); at > 0; at -= W) store(row + at - W, zero());
+}
+
+// fp32 probs and d_scores of the tile's first `rows` rows, an even number, as pairs: of neighbouring rows, and d_scores of neighbouring keys too.
+static void pack_gradients(const BackwardLayout& l, int64_t rows, int64_t width, float* scratch) {
+  for (int64_t r = 0; r < rows; r += 2) {
+    const float *probs = scratch + l.scores + r * GRADS_ROW, *d_scores = scratch + l.d_probs + r * GRADS_ROW;
+    float *to_probs = scratch + l.probs + r / 2 * GRADS_ROW, *to_d_scores = scratch + l.d_scores + r / 2 * GRADS_ROW;
+    float* to_rows = scratch + l.d_score_rows + r * (GRADS_ROW / 2);
+    for (int64_t at = 0; at < width; at += 2 * W) {
+      Vec lo, hi;
+      interleave_bf16(pack_bf16(load(probs + at), load(probs + at + W)),
+                      pack_bf16(load(probs + GRADS_ROW + at), load(probs + GRADS_ROW + at + W)), lo, hi);
+      store(to_probs + at, lo);
+      store(to_probs + at + W, hi);
+      const Vec first = pack_bf16(load(d_scores + at), load(d_scores + at + W));
+      const Vec second = pack_bf16(load(d_scores + GRADS_ROW + at), load(d_scores + GRADS_ROW + at + W));
+      store(to_rows + at / 2, first);
+      store(to_rows + GRADS_ROW / 2 + at / 2, second);
+      interleave_bf16(first, second, lo, hi);
+      store(to_d_scores + at, lo);
+      store(to_d_scores + at + W, hi);
+    }
+  }
+}
+
+// The keys of a tile that the rows [first, last] see, from the tile's first key on; empty if end <= begin.
+struct Keys {
+  int64_t begin, end;
+};
+ATTNWORKS_INLINE Keys keys_of(const VisibleKeys& visible, const BackwardKeys& task, int64_t first, int64_t last) {
+  return {larger(visible.begin(first), task.key_begin) - task.key_begin, smaller(visible.end(last), task.key_end) - task.key_begin};
+}
+// Whether a map shows these rows, which lie in one of its tiles, any key of its tile that key number `key` of ours is in.
+ATTNWORKS_INLINE bool shows(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t key) {
+  return !rows.modifiers.places || place_of(p.modifiers.map, rows.modifiers, rows.row_begin, task.key_begin + key) != PLACE_HIDDEN;
+}
+ATTNWORKS_INLINE VisibleKeys visible_keys(const BackwardProblem& p, const BackwardKeys& task) {
+  return {p.bounds, p.bounds.shift(task.seq_q, task.seq_kv), task.seq_kv};
+}
+
+// to[rows][keys] = a b for packed rows and keys, where a micro-block of rows sees anything of a panel of keys. The panel stays in the L1 cache.
+template <typename T>
+static void multiply_tiles(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t units, const float* a,
+                           const float* b, float factor, float* to) {
+  const VisibleKeys visible = visible_keys(p, task);
+  for (int64_t key = 0; key < task.key_end - task.key_begin; key += PANEL)
+    for (int64_t row = rows.row_begin; row < rows.row_end; row += MR) {
+      const Keys keys = keys_of(visible, task, row, smaller(row + MR, rows.row_end) - 1);
+      const int64_t block = row - rows.row_begin;
+      if (keys.begin < key + PANEL && key < keys.end && keys.begin < keys.end && shows(p, task, rows, key))
+        scores_kernel<in_pairs<T>, GRADS_ROW>(units, a + block * units, b + key * units, factor, to + block * GRADS_ROW + key);
+    }
+}
+
+// Scores and d_probs of a tile become probs and d_scores, 0 where a row doesn't see a key. `after` as in modified_row_gradients.
+template <typename T>
+static void tile_gradients(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, const BackwardLayout& l, int64_t after,
+                           float* scratch) {
+  constexpr bool PAIRS = in_pairs<T>;
+  const VisibleKeys visible = visible_keys(p, task);
+  const int64_t width = round_up(round_up(task.key_end - task.key_begin, MR), PAIRS ? 2 * W : 1);  // what the products may read
+  const int64_t count = rows.row_end - rows.row_begin, padded = round_up(count, MR);
+  const bool modified = p.modifiers.count || rows.modifiers.places;
+  for (int64_t r = 0; r < padded; r++) {
+    float *scores = scratch + l.scores + r * GRADS_ROW, *d_probs = scratch + l.d_probs + r * GRADS_ROW;
+    const int64_t row = rows.row_begin + r;
+    const Keys keys = r < count ? keys_of(visible, task, row, row) : Keys{0, 0};  // rows past the last add nothing
+    const int64_t begin = keys.begin / W * W;
+    if (keys.begin < keys.end && !modified) row_gradients<T, false>(scores, d_probs, begin, keys.end, rows.shift[row], rows.delta[row]);
+    for (int64_t from = begin, to; modified && from < keys.end; from = to) {
+      to = smaller((from / MAP_KEYS + 1) * MAP_KEYS, keys.end);
+      if (shows(p, task, rows, from)) {
+        modified_row_gradients<T>(p, task, rows, row, from, to, after, scores, d_probs);
+      } else {
+        memset(scores + from, 0, (to - from) * 4);
+        memset(d_probs + from, 0, (to - from) * 4);
+      }
+    }
+    zero_outside(scores, width, keys.begin, keys.end);
+    zero_outside(d_probs, width, keys.begin, keys.end);
+  }
+  if constexpr (PAIRS) pack_gradients(l, padded, width, scratch);
+}
+
+// sums[keys][columns] += what these rows add: gradients (probs or d_scores) transposed, times packed columns of d_out or q.
+template <typename T>
+static void add_to_keys(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, const BackwardLayout& l,
+                        const float* gradients, const float* columns, int64_t dim, int64_t sum_row, float* sums) {
+  const int64_t shift = p.bounds.shift(task.seq_q, task.seq_kv);
+  for (int64_t column = 0; column < dim; column += PANEL)
+    for (int64_t key = 0; key < task.key_end - task.key_begin; key += MR) {
+      // the rows that see one of these keys
+      const int64_t at = task.key_begin + key;
+      int64_t first = larger(at - shift - p.bounds.right - rows.row_begin, 0);
+      const int64_t end = smaller(at + MR - shift + p.bounds.left, rows.row_end) - rows.row_begin;
+      if (first >= end || !(shows(p, task, rows, key) || shows(p, task, rows, smaller(key + MR, task.key_end - task.key_begin) - 1))) continue;
+      if (in_pairs<T>) first /= 2;
+      const int64_t depth = row_units<T>(end) - first;
+      add_product<in_pairs<T>, 1, GRADS_ROW>(smaller(NV, (sum_row - column) / W), depth, gradients + first * GRADS_ROW + key,
+                                             columns + column / PANEL * l.q_panel + first * PANEL, sums + key * sum_row + column, sum_row, false);
+    }
+}
+
+template <typename T>
+static void backward_begin(const BackwardProblem& p, const BackwardKeys& task, float* scratch) {
+  const BackwardLayout l = backward_layout<T>(p);
+  const int64_t keys = task.key_end - task.key_begin;
+  const T *k = (const T*)task.k + task.key_begin * p.k.row, *v = (const T*)task.v + task.key_begin * p.v.row;
+  pack_k(k, p.k.row, keys, p.head_dim, scratch + l.k);
+  pack_k(v, p.v.row, keys, p.head_dim_v, scratch + l.v);
+  pack_v(k, p.k.row, keys, p.head_dim, scratch + l.k_columns, l.k_panel);
+  memset(scratch + l.d_k, 0, round_up(keys, MR) * l.sum_row * 4);
+  memset(scratch + l.d_v, 0, round_up(keys, MR) * l.sum_row_v * 4);
+}
+
+// The tile of scores and d_probs, and what its products need.
+template <typename T>
+static void recompute(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, const BackwardLayout& l, int64_t after,
+                      float* scratch) {
+  const int64_t count = rows.row_end - rows.row_begin;
+  const T *q = (const T*)rows.q + rows.row_begin * p.q.row, *d_out = (const T*)rows.d_out + rows.row_begin * p.d_out.row;
+  const float factor = p.modifiers.count ? p.scale : p.scale * LOG2E;  // as in the forward
+  // Columns first: they read whole rows, which come from far away, and leave them in the caches.
+  pack_v(q, p.q.row, count, p.head_dim, scratch + l.q_columns, l.q_panel);
+  pack_v(d_out, p.d_out.row, count, p.head_dim_v, scratch + l.d_out_columns, l.q_panel);
+  pack_q(q, p.q.row, count, p.head_dim, factor, scratch + l.q);
+  pack_q(d_out, p.d_out.row, count, p.head_dim_v, 1.f, scratch + l.d_out);
+  multiply_tiles<T>(p, task, rows, l.units, scratch + l.q, scratch + l.k, factor, scratch + l.scores);
+  multiply_tiles<T>(p, task, rows, l.units_v, scratch + l.d_out, scratch + l.v, 1.f, scratch + l.d_probs);
+  tile_gradients<T>(p, task, rows, l, after, scratch);
+}
+
+template <typename T>
+static void backward_add_rows(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, float* scratch) {
+  const BackwardLayout l = backward_layout<T>(p);
+  recompute<T>(p, task, rows, l, -1, scratch);
+  if (task.d_v) add_to_keys<T>(p, task, rows, l, scratch + l.probs, scratch + l.d_out_columns, p.head_dim_v, l.sum_row_v, scratch + l.d_v);
+  if (task.d_k) add_to_keys<T>(p, task, rows, l, scratch + l.d_scores, scratch + l.q_columns, p.head_dim, l.sum_row, scratch + l.d_k);
+}
+
+template <typename T>
+static void backward_add_d_q(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, bool first, float* scratch) {
+  constexpr int ROW = in_pairs<T> ? GRADS_ROW / 2 : GRADS_ROW;
+  const BackwardLayout l = backward_layout<T>(p);
+  const VisibleKeys visible = visible_keys(p, task);
+  for (int64_t column = 0; column < p.head_dim; column += PANEL)
+    for (int64_t row = rows.row_begin; row < rows.row_end; row += MR) {
+      const Keys keys = keys_of(visible, task, row, smaller(row + MR, rows.row_end) - 1);
+      float* sum = rows.d_q_sum + row * l.sum_row + column;
+      bool none = first;
+      for (int64_t begin = keys.begin, end; begin < keys.end || none; begin = end) {  // runs of keys that a map shows
+        while (begin < keys.end && !shows(p, task, rows, begin)) begin = (begin / MAP_KEYS + 1) * MAP_KEYS;
+        for (end = begin; end < keys.end && shows(p, task, rows, end);)
+          end = rows.modifiers.places ? smaller((end / MAP_KEYS + 1) * MAP_KEYS, keys.end) : keys.end;
+        if (begin >= end && !none) break;
+        const int64_t from = in_pairs<T> ? begin / 2 : begin, depth = begin < end ? row_units<T>(end) - from : 0;
+        add_product<in_pairs<T>, ROW, 1>(smaller(NV, (l.sum_row - column) / W), depth,
+                                         scratch + l.d_score_rows + (row - rows.row_begin) * ROW + from,
+                                         scratch + l.k_columns + column / PANEL * l.k_panel + from * PANEL, sum, l.sum_row, none);
+        none = false;
+      }
+    }
+}
+
+// bias gradient[row][key] += the gradient of the scores after step number `step`, in the order of rows and keys.
+template <typename T>
+static void backward_add_bias(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t step, const BiasGradient& to,
+                              float* scratch) {
+  const BackwardLayout l = backward_layout<T>(p);
+  recompute<T>(p, task, rows, l, step, scratch);
+  const int64_t keys = task.key_end - task.key_begin;
+  float* const column_sums = scratch + l.scores;  // probs are not needed
+  if (!to.row) memset(column_sums, 0, keys * 4);
+  float whole = 0;
+  for (int64_t row = rows.row_begin; row < rows.row_end; row++) {
+    const float* d_scores = scratch + l.d_probs + (row - rows.row_begin) * GRADS_ROW;
+    float* at = to.data + row * to.row + task.key_begin * to.key;
+    if (to.key) {
+      for (int64_t key = 0; key < keys; key++) (to.row ? at[key * to.key] : column_sums[key]) += d_scores[key];
+      continue;
+    }
+    float sum = 0;
+    for (int64_t key = 0; key < keys; key++) sum += d_scores[key];
+    (to.row ? *at : whole) += sum;
+  }
+  if (to.row) return;
+  float* const at = to.data + task.key_begin * to.key;
+  if (!to.key) *at += whole;
+  for (int64_t key = 0; to.key && key < keys; key++) at[key * to.key] += column_sums[key];
+}
+
+// A row of fp32 sums, times factor, as a row of T.
+template <typename T>
+ATTNWORKS_INLINE void store_sums(const float* sums, int64_t dim, float factor, T* to) {
+  int64_t column = 0;
+  for (; column + W <= dim; column += W) store_from_float(to + column, mul(set1(factor), load(sums + column)));
+  if (column < dim) store_from_float_n(to + column, mul(set1(factor), load(sums + column)), dim - column);
+}
+
+template <typename T>
+static void backward_store_keys(const BackwardProblem& p, const BackwardKeys& task, float* scratch) {
+  const BackwardLayout l = backward_layout<T>(p);
+  for (int64_t key = task.key_begin; key < task.key_end; key++) {
+    const int64_t at = key - task.key_begin;
+    if (task.d_k) store_sums(scratch + l.d_k + at * l.sum_row, p.head_dim, p.scale, (T*)task.d_k + key * p.d_k.row);
+    if (task.d_v) store_sums(scratch + l.d_v + at * l.sum_row_v, p.head_dim_v, 1.f, (T*)task.d_v + key * p.d_v.row);
+  }
+}
+
+template <typename T>
+static void backward_store_d_q(const BackwardProblem& p, const BackwardRows& rows, bool any) {
+  const int64_t sum_row = round_up(p.head_dim, W);
+  for (int64_t row = rows.row_begin; row < rows.row_end; row++) {
+    T* to = (T*)rows.d_q + row * p.d_q.row;
+    if (any)
+      store_sums(rows.d_q_sum + row * sum_row, p.head_dim, p.scale, to);
+    else
+      memset((void*)to, 0, p.head_dim * sizeof(T));
+  }
+}
+
+template <typename T>
+static void backward_row_sums(const BackwardProblem& p, const BackwardRows& rows) {
+  for (int64_t row = rows.row_begin; row < rows.row_end; row++) {
+    const T *out = (const T*)rows.out + row * p.out.row, *d_out = (const T*)rows.d_out + row * p.d_out.row;
+    Vec sum = zero();
+    int64_t column = 0;
+    for (; column + W <= p.head_dim_v; column += W) sum = fma(load_as_float(out + column), load_as_float(d_out + column), sum);
+    const int left = (int)(p.head_dim_v - column);
+    if (left) sum = fma(load_as_float_n(out + column, left), load_as_float_n(d_out + column, left), sum);
+    const float lse = rows.lse[row * p.lse.row], d_lse = rows.d_lse ? rows.d_lse[row * p.lse.row] : 0.f;
+    const bool sees_nothing = lse == -INFINITY;
+    rows.shift[row] = sees_nothing ? INFINITY : p.modifiers.count ? lse : lse * LOG2E;
+    rows.delta[row] = sees_nothing ? 0.f : reduce_add(sum) - d_lse;
+  }
+}
+
+// ---- by dtype --------------------------------------------------------------------------------------------------------
+
+#define ATTNWORKS_BY_DTYPE(dtype, call)                  \
+  switch (dtype) {                                       \
+    case DType::float32: { using T = float; call; break; }  \
+    case DType::bfloat16: { using T = bf16; call; break; }  \
+    case DType::float16: { using T = fp16; call; break; }   \
+  }
+
+static size_t backward_scratch(const BackwardProblem& p) {
+  ATTNWORKS_BY_DTYPE(p.dtype, return backward_layout<T>(p).size * 4)
+  return 0;
+}
+static int64_t backward_d_q_sum_row(const BackwardProblem& p) { return round_up(p.head_dim, W); }
+static void backward_row_sums(const BackwardProblem& p, const BackwardRows& rows) {
+  ATTNWORKS_BY_DTYPE(p.dtype, backward_row_sums<T>(p, rows))
+}
+static void backward_begin(const BackwardProblem& p, const BackwardKeys& task, void* scratch) {
+  ATTNWORKS_BY_DTYPE(p.dtype, backward_begin<T>(p, task, (float*)scratch))
+}
+static void backward_add_rows(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, void* scratch) {
+  ATTNWORKS_BY_DTYPE(p.dtype, backward_add_rows<T>(p, task, rows, (float*)scratch))
+}
+static void backward_add_d_q(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, bool first, void* scratch) {
+  ATTNWORKS_BY_DTYPE(p.dtype, backward_add_d_q<T>(p, task, rows, first, (float*)scratch))
+}
+static void backward_store_keys(const BackwardProblem& p, const BackwardKeys& task, void* scratch) {
+  ATTNWORKS_BY_DTYPE(p.dtype, backward_store_keys<T>(p, task, (float*)scratch))
+}
+static void backward_add_bias(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t step, const BiasGradient& to,
+                              void* scratch) {
+  ATTNWORKS_BY_DTYPE(p.dtype, backward_add_bias<T>(p, task, rows, step, to, (float*)scratch))
+}
+static void backward_store_d_q(const BackwardProblem& p, const BackwardRows& rows, bool any) {
+  ATTNWORKS_BY_DTYPE(p.dtype, backward_store_d_q<T>(p, rows, any))
+}
+#undef ATTNWORKS_BY_DTYPE
+
+constexpr BackwardKernels backward_kernels = {backward_scratch,  backward_d_q_sum_row, backward_row_sums,   backward_begin,
+                                              backward_add_rows, backward_add_d_q,     backward_store_keys, backward_store_d_q,
+                                              backward_add_bias};
+
+}  // namespace attnworks::ATTNWORKS_ISA
