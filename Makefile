@@ -24,7 +24,7 @@ demo: native  ## Attention proven right, timed against PyTorch's SDPA, and the b
 	attnworks traffic
 
 test: lint native-test neon-test  ## Everything CI runs: lint, types, C++ tests, pytest
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 gpu-test: native  ## What needs a GPU: the Triton backend on every case and on the faults of GPUs
 	$(BIN)/python -m pytest tests/gpu -q
@@ -48,8 +48,8 @@ native: $(VENV)/installed.stamp  ## Build the extension and install the package 
 
 native-test: native
 	$(BIN)/cmake -DATTNWORKS_TESTS=ON $(BUILD) > build/cmake.log || { cat build/cmake.log; exit 1; }
-	$(BIN)/cmake --build $(BUILD)
-	$(BIN)/ctest --test-dir $(BUILD) --output-on-failure
+	$(BIN)/cmake --build $(BUILD) --parallel $(JOBS)
+	OMP_WAIT_POLICY=passive $(BIN)/ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
 
 # NEON is claimed because this passes in CI; elsewhere it runs where the cross-compiler and the emulator are installed.
 neon-test: native

@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from attnworks import Causal, Window, attention, masks, tilemap
 from attnworks.plan import Plan
 from attnworks.workbench import environment, statistics
+from attnworks.workbench.device_time import Clock, Run
 from rows import Row, markdown, print_section
 
 TOKENS, WIDTH = 16384, 2048
@@ -45,52 +45,18 @@ BACKWARD_BARS = {"FA2": 1.1, "FlexAttention": 1.1}
 MASK_BAR = 1.15
 FOLLOWS_BAR = 0.15  # how far the time may lie from visible share x full time
 HOST_BAR, COMPILE_BAR = 25.0, 4.0  # microseconds, seconds
-FLUSH_BYTES = 256 * 2**20
-SLEEP_CYCLES = 1_000_000  # half a millisecond, longer than any competitor's host needs
 SECTIONS = ("forward", "backward", "masks", "host", "compile")
 
-Run = Callable[[], Any]
 compiled_flex = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs", dynamic=False)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def graphed(run: Run) -> Run:
-    """Replays of ``run`` as a CUDA graph, after warm-up on a stream of its own."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
 def measure(competitors: dict[str, Run], rounds: int, *, graphs: bool = True) -> dict[str, list[float]]:
-    """Device milliseconds of each competitor, one for each round. Without ``graphs`` (autograd's backward runs on a
-    stream of its own choosing, which capture does not follow) the device is kept asleep while the host enqueues."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    ready = {name: graphed(run) if graphs else run for name, run in competitors.items()}
-    events: dict[str, list[tuple[Any, Any]]] = {name: [] for name in ready}
-    order = list(ready)
-    for turn in range(rounds + 3):
-        random.shuffle(order)
-        for name in order:
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.random_(0, 2)
-            if not graphs:
-                torch.cuda._sleep(SLEEP_CYCLES)
-            start.record()
-            ready[name]()
-            stop.record()
-            if turn >= 3:
-                events[name].append((start, stop))
-    torch.cuda.synchronize()
-    return {name: [start.elapsed_time(stop) for start, stop in pairs] for name, pairs in events.items()}
+    """Device milliseconds of each competitor, one for each round."""
+    found = Clock().interleaved(competitors, rounds, graphs=graphs)
+    return {name: [1e3 * each for each in times] for name, times in found.items()}
 
 
 def rows_of(

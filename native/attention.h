@@ -159,6 +159,9 @@ struct DecodeProblem {
 // Decode goes over the keys in blocks, so that K and V of one and what is fetched ahead stay in half of an L2 (512 KiB on Zen 3, shared with
 // whatever runs on the core's other thread): at least DECODE_BLOCK_KEYS keys of all heads of a task, which is what bounds those.
 constexpr int64_t DECODE_BLOCK_BYTES = 128 << 10, DECODE_BLOCK_KEYS = 16;
+// Of one head it fetches so much ahead: two of these and q and acc of a few rows fit an L1 of 32 KiB, and to compute with one takes several
+// times as long as memory takes to answer.
+constexpr int64_t DECODE_CHUNK_BYTES = 8 << 10;
 
 // One unit of work of the decode: keys [key_begin, key_end) of `heads` KV heads, each for all rows that share it:
 // row r = query * group + g, with group = heads_q / heads_kv, query in [0, seq_q) and g the query head inside the group.
@@ -187,9 +190,8 @@ struct Kernels {
   // Writes one partial result for each head of the task, `stride` floats apart.
   void (*decode_split)(const DecodeProblem&, const DecodeTask&, float* partials, int64_t stride, void* scratch);
   // Writes out and lse of all rows of the task's first head from `splits` partial results, that lie decode_partial floats apart in the
-  // order of their keys.
-  // splits may be 0 (no visible key: out 0, lse -inf).
-  void (*decode_merge)(const DecodeProblem&, const DecodeTask&, const float* partials, int64_t splits);
+  // order of their keys, and are used up by it. splits may be 0 (no visible key: out 0, lse -inf).
+  void (*decode_merge)(const DecodeProblem&, const DecodeTask&, float* partials, int64_t splits);
 
   BackwardKernels backward;  // of amx_bf16 empty: it has no tiles of its own there, avx512_bf16 is for the same CPUs
 

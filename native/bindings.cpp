@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 #include <string>
@@ -141,13 +142,15 @@ struct BackwardCall {
 struct Decode {
   const Kernels& kernels;
   DecodeProblem problem;
+  int64_t capacity;
 
   Decode(const std::string& isa, const std::string& dtype, int64_t batch, int64_t seq_q, int64_t heads_q, int64_t heads_kv, int64_t head_dim,
          int64_t head_dim_v, const StrideList& q, const StrideList& k, const StrideList& v, const StrideList& out, const StrideList& lse,
-         int64_t page_size, float scale, int64_t left, int64_t right, bool top_left, int64_t split_kv)
+         int64_t capacity, int64_t page_size, float scale, int64_t left, int64_t right, bool top_left, int64_t split_kv)
       : kernels(kernels_for(isa)),
         problem{dtype_of(dtype), batch, seq_q, heads_q, heads_kv, head_dim, head_dim_v, strides(q), strides(k), strides(v), strides(out),
-                strides(lse), page_size, scale, {left, right, top_left}, split_kv} {
+                strides(lse), page_size, scale, {left, right, top_left}, split_kv},
+        capacity(capacity) {
     check(problem);
     require_at_least(0, {{"page_size", page_size}});
     require_at_least(1, {{"split_kv", split_kv}});
@@ -155,10 +158,20 @@ struct Decode {
 
   void modify(const StepList& steps, const MapList& map) { problem.modifiers = modifiers(steps, map); }
   size_t scratch_bytes() const { return kernels.decode_scratch(problem, decode_heads(problem)); }
+  // A checked copy of a sequence's every length: what the caller writes into them meanwhile leads no kernel astray.
+  std::vector<int64_t> lengths(Address kv_lens) const {
+    std::vector<int64_t> lens((const int64_t*)kv_lens, (const int64_t*)kv_lens + problem.batch);
+    if (lens.empty()) return lens;
+    const auto [low, high] = std::minmax_element(lens.begin(), lens.end());
+    if (*low < 0 || *high > capacity)
+      throw std::invalid_argument("kv_lens: ranged from " + std::to_string(*low) + " to " + std::to_string(*high) + ", must lie in 0.." +
+                                  std::to_string(capacity) + " (capacity " + std::to_string(capacity) + ", 0 new)");
+    return lens;
+  }
   void call(Address q, Address k, Address v, Address out, Address lse, Address kv_lens, Address page_table, int64_t page_table_stride,
             int threads, const ModifierOperands* modifiers) const {
-    run_decode(kernels, problem, operands(q, k, v, out, lse, modifiers), (const int64_t*)kv_lens, (const int64_t*)page_table,
-               page_table_stride, threads);
+    run_decode(kernels, problem, operands(q, k, v, out, lse, modifiers), lengths(kv_lens).data(), (const int64_t*)page_table, page_table_stride,
+               threads);
   }
 };
 
@@ -188,7 +201,7 @@ double peak_flops(const std::string& isa, const std::string& dtype, int threads,
 NB_MODULE(_native, m) {
   using namespace attnworks;
   using release = nb::call_guard<nb::gil_scoped_release>;
-  m.attr("ABI") = 3;
+  m.attr("ABI") = 4;
   m.attr("MAP_ROWS") = MAP_ROWS;
   m.attr("MAP_KEYS") = MAP_KEYS;
   m.attr("MAX_STEPS") = MAX_STEPS;
@@ -225,9 +238,9 @@ NB_MODULE(_native, m) {
            "the biases' gradients, which are added to.");
   nb::class_<Decode>(m, "Decode", "A decode call with everything but addresses, page table and threads fixed.")
       .def(nb::init<const std::string&, const std::string&, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, const StrideList&,
-                    const StrideList&, const StrideList&, const StrideList&, const StrideList&, int64_t, float, int64_t, int64_t, bool, int64_t>(),
+                    const StrideList&, const StrideList&, const StrideList&, const StrideList&, int64_t, int64_t, float, int64_t, int64_t, bool, int64_t>(),
            "isa"_a, "dtype"_a, "batch"_a, "seq_q"_a, "heads_q"_a, "heads_kv"_a, "head_dim"_a, "head_dim_v"_a, "q_strides"_a, "k_strides"_a,
-           "v_strides"_a, "out_strides"_a, "lse_strides"_a, "page_size"_a, "scale"_a, "left"_a, "right"_a, "top_left"_a, "split_kv"_a)
+           "v_strides"_a, "out_strides"_a, "lse_strides"_a, "capacity"_a, "page_size"_a, "scale"_a, "left"_a, "right"_a, "top_left"_a, "split_kv"_a)
       .def("modify", &Decode::modify, "steps"_a, "map"_a,
            "Gives it score steps, (kind, cap, dtype, strides of the operand), and the shape of its tile map.")
       .def("scratch_bytes", &Decode::scratch_bytes, "Bytes of scratch that each thread uses.")

@@ -153,34 +153,48 @@ static void softmax_rows(const DecodeProblem& p, const DecodeTask& task, const T
   }
 }
 
-// What one block of keys means for R rows of each head from `row` on. Keys and values are gone over in the order of memory where the
-// heads of a key lie side by side: the hardware's prefetchers follow nothing else.
-template <typename T, int R>
-static void attend(const DecodeProblem& p, const DecodeTask& task, const Tile<T>& tile, int row, const Block<T>& block, Ahead values_ahead,
-                   Ahead keys_ahead) {
-  const int64_t heads = task.heads;
-  const Queries q = {tile.q + row * tile.q_stride, tile.q_stride, tile.head_stride, heads, p.modifiers.count ? p.scale : p.scale * LOG2E};
-  if constexpr (R == 1)
-    score_row(q, block.keys, p.k.head, block.count, p.head_dim, tile.scores, values_ahead);
-  else
-    score_block<T, R>(q, block.keys, p.k.head, block.count, p.head_dim, tile.scores, values_ahead);
-  // A few keys at a time, so that V is read nearly in order of memory although not all columns fit the registers.
-  constexpr int FEW = R == 1 ? 8 : 32;
-  for (int j = 0; j < block.count; j += FEW)
-    for (int64_t head = 0; head < heads; head++) {
-      if (j == 0) softmax_rows<T, R>(p, task, tile, head, row, block);
-      const float* probs = tile.scores + head * BLOCK_ROWS * BLOCK_KEYS + (PAIRS<T> ? j / 2 : j);
-      float* acc = tile.acc + head * tile.head_stride + row * tile.acc_stride;
-      weigh_block<T, R>(probs, block.values + j, (int)smaller(FEW, block.count - j), head * p.v.head, 0, p.head_dim_v, acc, tile.acc_stride,
-                        keys_ahead);
-    }
+// `columns` elements of the rows [first, first + count) of a block, as one row where they lie side by side.
+template <typename T>
+static Ahead fetch_rows(const DecodeProblem& p, const T* const* rows, int first, int end, int chunk, int64_t stride, int64_t columns) {
+  const int count = (int)smaller(chunk, end - first);
+  const bool joined = !p.page_size && stride == columns;
+  return joined ? Ahead(rows + first, 1, count * columns) : Ahead(rows + first, count, columns);
 }
 
-// `columns` elements from each row, as one row where they lie side by side.
-template <typename T>
-static Ahead fetch_rows(const DecodeTask& task, const T* const* rows, int count, int64_t stride, int64_t columns) {
-  const bool joined = !task.pages && stride == columns;
-  return joined ? Ahead(rows, 1, count * columns) : Ahead(rows, count, columns);
+// What one block of keys means for R rows of each head from `row` on. Keys and values are gone over in the order of memory where the
+// heads of a key lie side by side. While one chunk of K or V is computed with, the next is fetched; after the last one, the first of `then`.
+template <typename T, int R>
+static void attend(const DecodeProblem& p, const DecodeTask& task, const Tile<T>& tile, int row, const Block<T>& block, const Block<T>& then) {
+  const int64_t heads = task.heads;
+  const int64_t key_bytes = p.head_dim * (int64_t)sizeof(T), value_bytes = p.head_dim_v * (int64_t)sizeof(T);
+  // Values of one head at once, then those of the next: few, so that V is read nearly in order of memory although not all columns fit the
+  // registers. A chunk is no less: it is in L1 until it is computed with unless the heads of so many keys are too much for that.
+  const int few = R == 1 ? 8 : (int)clamp(DECODE_CHUNK_BYTES / value_bytes / 8 * 8, 8, BLOCK_KEYS);
+  const int chunk = (int)round_up(clamp(DECODE_CHUNK_BYTES / (heads * larger(key_bytes, value_bytes)), 1, BLOCK_KEYS), few);
+  const auto keys_of = [&](const Block<T>& b, int j) {
+    return fetch_rows<T>(p, b.keys, j, b.count, chunk, p.k.row, heads * p.head_dim);
+  };
+  const auto values_of = [&](int j) { return fetch_rows<T>(p, block.values, j, block.count, chunk, p.v.row, heads * p.head_dim_v); };
+  const Queries q = {tile.q + row * tile.q_stride, tile.q_stride, tile.head_stride, heads, p.modifiers.count ? p.scale : p.scale * LOG2E};
+  for (int j = 0; j < block.count; j += chunk) {
+    const int end = (int)smaller(j + chunk, block.count);
+    const Ahead ahead = end < block.count ? keys_of(block, end) : values_of(0);
+    if constexpr (R == 1)
+      score_row(q, block.keys + j, p.k.head, end - j, p.head_dim, tile.scores + j, ahead);
+    else
+      score_block<T, R>(q, block.keys + j, p.k.head, end - j, p.head_dim, tile.scores + j, ahead);
+  }
+  for (int first = 0; first < block.count; first += chunk) {
+    const int end = (int)smaller(first + chunk, block.count);
+    Ahead ahead = end < block.count ? values_of(end) : keys_of(then, 0);
+    for (int j = first; j < end; j += few)
+      for (int64_t head = 0; head < heads; head++) {
+        if (j == 0) softmax_rows<T, R>(p, task, tile, head, row, block);
+        const float* probs = tile.scores + head * BLOCK_ROWS * BLOCK_KEYS + (PAIRS<T> ? j / 2 : j);
+        float* acc = tile.acc + head * tile.head_stride + row * tile.acc_stride;
+        weigh_block<T, R>(probs, block.values + j, (int)smaller(few, end - j), head * p.v.head, 0, p.head_dim_v, acc, tile.acc_stride, ahead);
+      }
+  }
 }
 
 // A tile of rows of each head against all keys of the split that any of them sees.
@@ -192,16 +206,13 @@ static void run_tile(const DecodeProblem& p, const DecodeTask& task, int rows, c
   while (block->count > 0) {
     find_block(p, task, tile, block->first + block->count, end, *next);
     const Block<T>& then = next->count > 0 ? *next : *block;  // after the last block there is nothing to fetch
-    Ahead values_ahead = fetch_rows(task, block->values, block->count, p.v.row, task.heads * p.head_dim_v);
-    Ahead keys_ahead = fetch_rows(task, then.keys, then.count, p.k.row, task.heads * p.head_dim);
     for (int row = 0, size; row < rows; row += size) {
       const int left = rows - row;
       size = left > 4 ? BLOCK_ROWS : left > 2 ? 4 : left;
       const int64_t row_end = tile.end[smaller(row + size, rows) - 1];
       if (tile.begin[row] >= block->first + block->count || row_end <= block->first) continue;
       const auto kernel = size == 8 ? attend<T, BLOCK_ROWS> : size == 4 ? attend<T, 4> : size == 2 ? attend<T, 2> : attend<T, 1>;
-      kernel(p, task, tile, row, *block, values_ahead, keys_ahead);
-      values_ahead = keys_ahead = Ahead(&tile.zero_row, 1, tile.acc_stride);  // once is enough
+      kernel(p, task, tile, row, *block, row + size < rows ? *block : then);
     }
     Block<T>* done = block;
     block = next;
@@ -249,16 +260,20 @@ static void decode_split(const DecodeProblem& p, const DecodeTask& task, float* 
   if (p.dtype == DType::float16) split_as<fp16>(p, task, partials, stride, (float*)scratch);
 }
 
-// One row of the result from its `splits` partial results, `stride` floats apart. natural: whether their scores are, or in base 2.
+// One row of the result from its `splits` partial results, `stride` floats apart. natural: whether their scores are, or in base 2. The weight
+// of each takes the place of its running_max.
 template <typename T>
-static void merge_row(const float* acc, const float* running_max, const float* running_sum, size_t stride, int64_t splits, int64_t columns,
+static void merge_row(const float* acc, float* running_max, const float* running_sum, size_t stride, int64_t splits, int64_t columns,
                       bool natural, float sink, T* out, float* lse) {
   const float unit = natural ? LOG2E : 1.f;
   float most = -INFINITY, total = 0.f, inverse;
   for (int64_t s = 0; s < splits; s++) most = running_max[s * stride] > most ? running_max[s * stride] : most;
   const float shift = most == -INFINITY ? 0.f : most;
-  for (int64_t s = 0; s < splits; s++)
-    if (running_sum[s * stride] != 0.f) total += running_sum[s * stride] * exp2_scalar((running_max[s * stride] - shift) * unit);
+  float* weights = running_max;
+  for (int64_t s = 0; s < splits; s++) {
+    weights[s * stride] = exp2_scalar((running_max[s * stride] - shift) * unit);
+    if (running_sum[s * stride] != 0.f) total += running_sum[s * stride] * weights[s * stride];
+  }
   const float row = row_lse(natural, most, total, sink, inverse);
   if (lse) *lse = row;
   for (int64_t c = 0; c < columns; c += 4 * W) {
@@ -266,7 +281,7 @@ static void merge_row(const float* acc, const float* running_max, const float* r
     const int n = (int)smaller(columns - c, 4 * W);
     for (int64_t s = 0; s < splits; s++) {
       if (running_sum[s * stride] == 0.f) continue;
-      const Vec weight = set1(exp2_scalar((running_max[s * stride] - shift) * unit));
+      const Vec weight = set1(weights[s * stride]);
       const float* from = acc + s * stride + c;
       for (int i = 0; i < 4 && i * W < n; i++)
         sums[i] = fma(weight, (i + 1) * W <= n ? load(from + i * W) : load_n(from + i * W, n - i * W), sums[i]);
@@ -281,9 +296,9 @@ static void merge_row(const float* acc, const float* running_max, const float* r
   }
 }
 template <typename T>
-static void merge_as(const DecodeProblem& p, const DecodeTask& task, const float* partials, int64_t splits) {
+static void merge_as(const DecodeProblem& p, const DecodeTask& task, float* partials, int64_t splits) {
   const int64_t rows = decode_rows(p), group = p.heads_q / p.heads_kv;
-  const float *running_max = partials + rows * p.head_dim_v, *running_sum = running_max + rows;
+  float *running_max = partials + rows * p.head_dim_v, *running_sum = running_max + rows;
   for (int64_t r = 0; r < rows; r++) {
     const int64_t query = r / group, head = r % group;
     merge_row(partials + r * p.head_dim_v, running_max + r, running_sum + r, decode_partial(p), splits, p.head_dim_v, p.modifiers.count > 0,
@@ -291,7 +306,7 @@ static void merge_as(const DecodeProblem& p, const DecodeTask& task, const float
               task.lse ? task.lse + query * p.lse.row + head * p.lse.head : nullptr);
   }
 }
-static void decode_merge(const DecodeProblem& p, const DecodeTask& task, const float* partials, int64_t splits) {
+static void decode_merge(const DecodeProblem& p, const DecodeTask& task, float* partials, int64_t splits) {
   if (p.dtype == DType::float32) merge_as<float>(p, task, partials, splits);
   if (p.dtype == DType::bfloat16) merge_as<bf16>(p, task, partials, splits);
   if (p.dtype == DType::float16) merge_as<fp16>(p, task, partials, splits);

@@ -60,9 +60,9 @@ ATTNWORKS_INLINE Vec multiply_add(Vec a, Vec b, Vec sum) {
     return fma(a, b, sum);
 }
 
-// Rows to fetch into L2, a cache line at a time and in order, spread evenly over the arithmetic on the rows before them: in bursts they
-// would keep loads waiting. The hardware's prefetchers stop at every page and see too many streams. After the
-// last row it begins again, which costs less than to ask each time.
+// Rows to fetch, a cache line at a time and in order, spread evenly over the arithmetic on the rows before them: in bursts they would keep
+// loads waiting. The hardware's prefetchers stop at every page and see too many streams. After the last row it begins again, which costs
+// less than to ask each time.
 class Ahead {
   const char *at = nullptr, *stop = nullptr;
   const void *const *row = nullptr, *const *first = nullptr, *const *end = nullptr;
@@ -115,7 +115,7 @@ static void score_block(const Queries& q, const T* const* keys, int64_t key_stri
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
           for (int v = 0; v < VECS<T>; v++) {
-            const Vec x = load(query + r * q.row_stride + v * W);
+            const Vec x = in_register(load(query + r * q.row_stride + v * W));
 #pragma GCC unroll 16
             for (int i = 0; i < KEYS; i++) {
               Vec& sum = sums[(r * KEYS + i) / W][(r * KEYS + i) % W];

@@ -12,9 +12,15 @@
 
 namespace attnworks::ATTNWORKS_ISA {
 
-// Relative error below 3e-7 of fp32 with FMA, 0 and NaN as they are, +-1 (within that error) from +-9.02 on. Minimax of tanh(x) / x in x^2.
+// x within [-most, most]; NaN stays NaN, as max() keeps it in its second operand.
+ATTNWORKS_INLINE Vec within(float most, Vec x) {
+  return sub(zero(), max(set1(-most), sub(zero(), max(set1(-most), x))));
+}
+
+// Relative error below 3e-7 of fp32 with FMA, never beyond +-1, NaN stays NaN. Minimax of tanh(x) / x in x^2, for |x| <= 9.02, from where on it
+// rounds to 1.
 ATTNWORKS_INLINE Vec tanh(Vec x) {
-  const Vec low = max(set1(-9.02f), x), y = sub(zero(), max(set1(-9.02f), sub(zero(), low)));  // max() keeps a NaN in its second operand
+  const Vec y = within(9.02f, x);
   const Vec square = mul(y, y);
   Vec p = fma(set1(1.3319169e-8f), square, set1(2.0583557e-5f));
   p = fma(p, square, set1(3.4940394e-3f));
@@ -24,7 +30,7 @@ ATTNWORKS_INLINE Vec tanh(Vec x) {
   q = fma(q, square, set1(0.025871092f));
   q = fma(q, square, set1(0.46713036f));
   q = fma(q, square, set1(1.f));
-  return div(mul(y, p), q);
+  return within(1.f, div(mul(y, p), q));
 }
 
 alignas(64) static const float LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};  // at least W

@@ -24,35 +24,55 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         parser.addini("timeout", "seconds for a test, were pytest-timeout installed")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that no worker is left with one of them at the end."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 settings.register_profile("attnworks", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("attnworks")
 
 # Two threads wherever the tests run, so that the code that shares work between threads always runs.
 torch.set_num_threads(2)
+GPU = torch.cuda.is_available()
+LONG = ("test_triton_interpreter.py", "test_kills.py")
 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
     """torch.empty hands out NaN (the largest value for integers), so that an unwritten output cannot look right."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    # Not torch.use_deterministic_algorithms: that imports the compiler, for seconds in every process.
+    torch.set_deterministic_debug_mode("warn")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For kernels that are operations of torch on small tensors: a second thread makes them dearer by half."""
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(2)
 
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    torch.manual_seed(20250101)
+    # Not torch.manual_seed, which spends milliseconds on telling devices that are not there.
+    torch.default_generator.manual_seed(20250101)
+    if GPU:
+        torch.cuda.manual_seed_all(20250101)
 
 
-@pytest.fixture(params=dispatch.NAMES)
+def _run_on_a_cpu() -> list[str]:
+    """The backends that run on a CPU at all, by their own Verdict."""
+    q = torch.zeros(1, 1, 1, 8)
+    refused = not triton.verdict(problem_of(q, q, q), detect("cpu")).supported
+    return [name for name in dispatch.NAMES if not (name == "triton" and refused)]
+
+
+@pytest.fixture(params=_run_on_a_cpu())
 def backend(request: pytest.FixtureRequest) -> str:
-    """Each backend's name. A test runs on all of them that run on a CPU at all, by their own Verdict."""
-    if request.param == "triton":
-        q = torch.zeros(1, 1, 1, 8)
-        verdict = triton.verdict(problem_of(q, q, q), detect("cpu"))
-        if not verdict.supported:
-            pytest.skip(str(verdict))
+    """Each backend that runs here, by its name."""
     return str(request.param)
 
 

@@ -22,7 +22,7 @@ CAUSAL = (Causal(),)
 def _tiles_of_16(plan: Plan) -> Plan:
     if plan.schedule == "split_kv":
         return replace(plan, tile_q=16, tile_kv=16, split_kv=32)
-    return replace(plan, tile_q=16, tile_kv=16)
+    return replace(plan, schedule="q_outer", tile_q=16, tile_kv=16)
 
 
 def _wide_tiles(plan: Plan) -> Plan | None:
@@ -33,8 +33,13 @@ def _splits(plan: Plan) -> Plan | None:
     return Plan("triton", "split_kv", 32, 16, 16, warps=4, stages=1) if plan.schedule == "q_outer" else None
 
 
+def _grouped(plan: Plan) -> Plan:
+    return Plan("triton", "grouped", 16, 16, warps=4, stages=1)
+
+
 PREFERRED = BackendSubject("triton", triton)
 SMALL = BackendSubject("triton, tiles of 16", triton, _tiles_of_16)
+GROUPED = BackendSubject("triton, grouped", triton, _grouped)
 WIDE = BackendSubject("triton, 16 x 32", triton, _wide_tiles)
 SPLITS = BackendSubject("triton, splits of 16", triton, _splits)
 
@@ -42,6 +47,11 @@ SPLITS = BackendSubject("triton, splits of 16", triton, _splits)
 def dense(name: str, **fields: Any) -> Case:
     shape: dict[str, Any] = {"heads_kv": 1, "seq_q": 17, "seq_kv": 34, "head_dim": 16, "head_dim_v": 24}
     return Case(name, "the interpreter", **shape | {"gradients": True} | fields)
+
+
+def two_tiles(name: str, **fields: Any) -> Case:
+    """Of keys, the second a tail: for what a third would do no otherwise."""
+    return dense(name, **{"seq_kv": 18} | fields)
 
 
 def varlen(name: str, **fields: Any) -> Case:
@@ -70,33 +80,35 @@ MASKS = (
     dense("predicate", mask=(PredicateRule(lambda b, h, q, k: (k // 16 == q // 16) | ((k < 5) & (h == 1))),)),
 )
 SCORES = (
-    dense("softcap", scores=(Softcap(2.0),), mask=CAUSAL),
-    dense("alibi", batch=2, scores=(AlibiRule(True),), mask=CAUSAL, seq_q=5),
-    dense("bias bhqk", batch=2, scores=(BiasRule("bhqk"),)),
-    *(dense(f"bias {form}", batch=2, scores=(BiasRule(form),), seq_q=3, seq_kv=18) for form in ("b1qk", "qk", "1")),
-    dense("bias 1h1k", batch=2, scores=(BiasRule("1h1k"),), seq_q=33, seq_kv=18),  # sums over two tiles of queries
-    dense("bias 1hq1", scores=(BiasRule("1hq1"),), seq_q=3),  # and over two of keys
-    dense("bias that hides", scores=(BiasRule("bhqk", hide=True),)),
-    dense("bias then softcap", scores=(BiasRule("1hqk"), Softcap(2.0))),
-    dense("softcap then bias, window", scores=(Softcap(2.0), BiasRule("1hqk")), mask=(Window(9, 0),)),
-    dense("sink", scores=(SinkRule(),), mask=CAUSAL, seq_q=34, seq_kv=17, lse_cotangent=True),
-    dense("sink 100", scores=(SinkRule(100.0),)),
-    dense("sink -100", scores=(SinkRule(-100.0),)),
-    dense("sink and no keys", scores=(SinkRule(0.5),), seq_kv=0),
-    dense("score function", scores=(AddRule(lambda s, b, h, q, k: s + 0.03 * (k - q) + 0.1 * h),)),
-    dense("scale -0.7", scale=-0.7, lse_cotangent=True),
+    two_tiles("softcap", scores=(Softcap(2.0),), mask=CAUSAL),
+    two_tiles("alibi", batch=2, scores=(AlibiRule(True),), mask=CAUSAL, seq_q=5),
+    two_tiles("bias bhqk", batch=2, scores=(BiasRule("bhqk"),)),
+    *(two_tiles(f"bias {form}", batch=2, scores=(BiasRule(form),), seq_q=3) for form in ("b1qk", "qk", "1")),
+    two_tiles("bias 1h1k", batch=2, scores=(BiasRule("1h1k"),), seq_q=33),  # sums over two tiles of queries
+    two_tiles("bias 1hq1", scores=(BiasRule("1hq1"),), seq_q=3),  # and over two of keys
+    two_tiles("bias that hides", scores=(BiasRule("bhqk", hide=True),)),
+    two_tiles("bias then softcap", scores=(BiasRule("1hqk"), Softcap(2.0))),
+    two_tiles("softcap then bias, window", scores=(Softcap(2.0), BiasRule("1hqk")), mask=(Window(9, 0),)),
+    two_tiles("sink", scores=(SinkRule(),), mask=CAUSAL, seq_q=34, seq_kv=17, lse_cotangent=True),
+    two_tiles("sink 100", scores=(SinkRule(100.0),)),
+    two_tiles("sink -100", scores=(SinkRule(-100.0),)),
+    two_tiles("sink and no keys", scores=(SinkRule(0.5),), seq_kv=0),
+    two_tiles("score function", scores=(AddRule(lambda s, b, h, q, k: s + 0.03 * (k - q) + 0.1 * h),)),
+    two_tiles("scale -0.7", scale=-0.7, lse_cotangent=True),
 )
 NUMBERS = (
-    *(dense(f"causal, {str(dtype).removeprefix('torch.')}", mask=CAUSAL, dtype=dtype) for dtype in (BF16, FP16)),
-    dense("softcap, sink, bf16", scores=(Softcap(20.0), SinkRule()), dtype=BF16),
-    *(dense(name, generator=name) for name in ("large scores", "rising maximum", "strongly negative", "one hot rows")),
-    *(dense(name, generator=name, gradients=False) for name in ("nan key", "nan value", "minus infinity")),
+    *(two_tiles(f"causal, {str(dtype).removeprefix('torch.')}", mask=CAUSAL, dtype=dtype) for dtype in (BF16, FP16)),
+    two_tiles("softcap, sink, bf16", scores=(Softcap(20.0), SinkRule()), dtype=BF16),
+    dense("rising maximum", generator="rising maximum"),
+    *(two_tiles(name, generator=name) for name in ("large scores", "strongly negative", "one hot rows")),
+    *(two_tiles(name, generator=name, gradients=False) for name in ("nan key", "nan value", "minus infinity")),
 )
 SIZES = (
     *(dense(f"size {n}", seq_q=n, seq_kv=n, mask=CAUSAL) for n in (1, 15, 16, 17)),
     *(dense(f"empty {name}", **{name: 0}) for name in ("batch", "seq_q", "seq_kv")),
     dense("empty heads", heads_q=0, heads_kv=0),
     dense("head dim 1", head_dim=1, head_dim_v=3, seq_q=17, seq_kv=17),
+    dense("head dim 520", head_dim=520, seq_q=3, seq_kv=18, gradients=False),
     dense("heads 6/2", heads_q=6, heads_kv=2, seq_q=17, seq_kv=20),
     *(
         dense(f"{memory}, {layout}", batch=2, seq_q=3, seq_kv=20, head_dim_v=16, memory=memory, layout=layout)
@@ -118,6 +130,7 @@ PACKED = (
     varlen("varlen, boolean mask", mask=(BooleanRule("bhqk"),)),
     varlen("varlen, predicate", mask=(PredicateRule(lambda b, h, q, k: k <= q + b),)),
 )
+SHORT: dict[str, Any] = {"lengths": ((1, 35), (1, 1), (1, 0)), "seq_kv": 40}  # two splits, the second with a tail
 FOUR: dict[str, Any] = {"seq_q": 4, "lengths": ((4, 4), (4, 66), (4, 2))}
 CACHES = (
     decode("decode"),
@@ -125,17 +138,25 @@ CACHES = (
     decode("decode, 4 queries, causal", mask=CAUSAL, **FOUR),
     decode("decode, softcap, sink", scores=(Softcap(3.0), SinkRule()), mask=CAUSAL),
     decode("decode, boolean mask", mask=(BooleanRule("b11k"),)),
+    decode("decode, 576/512", heads_kv=1, head_dim=576, head_dim_v=512, page_size=16, lengths=((1, 3), (1, 40))),
     decode("decode, strided", memory="gapped"),
-    *(decode(f"decode, pages of {size}", page_size=size) for size in (1, 16, 17, 32)),
+    *(decode(f"decode, pages of {size}", page_size=size) for size in (16, 17)),
+    *(decode(f"decode, pages of {size}", page_size=size, **SHORT) for size in (1, 32)),
     decode("decode, pages, the longest first", page_size=16, lengths=((1, 66), (1, 40))),
     decode("decode, halves, 4 queries", page_size=16, memory="halves", mask=CAUSAL, **FOUR),
     decode("decode, append", page_size=16, seq_q=2, lengths=((2, 2), (2, 66)), new_keys=2, mask=CAUSAL),
-    decode("decode, bf16", dtype=BF16, page_size=16),
-    decode("decode, int8", dtype=FP16, cache_dtype=torch.int8, page_size=16),  # the interpreter has no int8 → bf16
-    decode("decode, fp8 e4m3", dtype=BF16, cache_dtype=torch.float8_e4m3fn, page_size=16),
-    decode("decode, fp8 e5m2", dtype=BF16, cache_dtype=torch.float8_e5m2, page_size=17),
+    decode("decode, bf16", dtype=BF16, page_size=16, **SHORT),
+    decode(
+        "decode, int8", dtype=FP16, cache_dtype=torch.int8, page_size=16, **SHORT
+    ),  # the interpreter has no int8 → bf16
+    decode("decode, fp8 e4m3", dtype=BF16, cache_dtype=torch.float8_e4m3fn, page_size=16, **SHORT),
+    decode("decode, fp8 e5m2", dtype=BF16, cache_dtype=torch.float8_e5m2, page_size=17, **SHORT),
 )
 FEW: dict[str, Any] = {"seq_q": 3, "seq_kv": 18}
+PACKED_HEADS = (
+    dense("heads 6/2, causal", heads_q=6, heads_kv=2, seq_q=17, seq_kv=50, mask=CAUSAL, gradients=False),
+    varlen("varlen, heads 6/2", heads_q=6, heads_kv=2, mask=CAUSAL, memory="gapped", gradients=False),
+)
 MUTANTS = (  # what mutants are tried on: two tiles
     dense("one tile and a tail", **FEW),
     dense("softcap, few", scores=(Softcap(2.0),), **FEW),
@@ -144,13 +165,16 @@ MUTANTS = (  # what mutants are tried on: two tiles
     dense("rising maximum, few", generator="rising maximum", gradients=False, **FEW),
 )
 CASES = (*MASKS, *SCORES, *NUMBERS, *SIZES, *PACKED, *CACHES)
-BY_NAME = {case.name: case for case in (*CASES, *MUTANTS)}
+BY_NAME = {case.name: case for case in (*CASES, *PACKED_HEADS, *MUTANTS)}
 
 # (subject, case): tiles of 16 run everything, the others what they do otherwise.
 PAIRS = (
     *((SMALL, case) for case in CASES),
     *((PREFERRED, BY_NAME[name]) for name in ("no mask", "boolean mask", "decode")),
     *((WIDE, BY_NAME[name]) for name in ("window", "two alignments", "boolean mask")),
+    *((GROUPED, replace(BY_NAME[name], gradients=False))
+      for name in ("heads 6/2, causal", "window", "two alignments, nothing to the left", "predicate", "alibi",
+                   "varlen, heads 6/2", "varlen, softcap, sink, bf16", "decode, 4 queries, causal")),
     *((SPLITS, replace(BY_NAME[name], gradients=False))
       for name in ("no mask", "causal", "rows without keys", "window", "boolean mask", "sink", "sink 100")),
 )  # fmt: skip

@@ -150,6 +150,40 @@ def test_what_a_call_says_besides_its_tensors_reaches_it():
     assert counter.frame_count == 2, "a window is built into the kernel, so another one is another graph"
 
 
+def faded(s, b, h, i, j):
+    return torch.where(i - j > 2, s - 0.3 * (i - j), s) + 0.1 * h
+
+
+def test_a_function_as_score_is_part_of_the_graph_with_its_gradient():
+    def call(q, k, v, bias):
+        return attention(q, k, v, mask=Causal(), scores=(faded, Bias(bias), Softcap(5)))
+
+    run, counter = compiled(call, dynamic=True)
+    for seq in (5, 9):
+        inputs = (*qkv(seq), randn(1, 6, 1, seq))
+        same(gradients(run, inputs), gradients(call, inputs))
+    assert counter.frame_count == 1
+
+
+def test_a_tensor_that_a_score_function_captured_is_read_where_no_gradient_could_be_lost():
+    table = randn(6)
+
+    def by_head(s, b, h, i, j):
+        return s + table[h]
+
+    def call(q, k, v):
+        return attention(q, k, v, scores=(by_head, faded))
+
+    run, _ = compiled(call, backend="eager")
+    inputs = qkv(5)
+    same(run(*inputs), call(*inputs))
+    table.mul_(-3)
+    same(run(*inputs), call(*inputs))
+    run, _ = compiled(call)
+    with pytest.raises(Exception, match="scores: held a function that captured a tensor"):
+        gradients(run, inputs)
+
+
 def test_autocast_and_grad_mode_are_those_of_the_trace():
     q, k, v = qkv(6)
     run, _ = compiled(lambda q, k, v: attention(q, k.bfloat16(), v.bfloat16()))
@@ -166,7 +200,7 @@ def test_errors_say_what_they_say_eagerly():
     q, k, v = qkv(6)
     for call, message in (
         (lambda q, k, v: attention(q, k[..., :5], v), "k: was of shape"),
-        (lambda q, k, v: attention(q, k, v, scores=(lambda s, b, h, i, j: s + 1,)), "scores: held a function"),
+        (lambda q, k, v: attention(q, k, v, scores=(lambda s, b, h, i, j: 1,)), "scores: held a function that could"),
         (lambda q, k, v: attention(q, k, v, backend="gpu"), "backend: was 'gpu'"),
         (lambda *qkv: attention(*(x.double() for x in qkv), backend="cpu"), "dtype torch.float64|not built"),
     ):

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ PACKAGE = Path(attnworks.__file__).parent
 # fails, so that a new module gets its place on purpose.
 LAYERS: list[tuple[str, ...]] = [
     ("errors", "expressions", "masks", "scores", "modifiers", "tilemap", "problem", "cache", "merge", "hardware"),
-    ("traffic", "plan"),
+    ("traffic", "plan", "tuned"),
     ("backends",),
     ("dispatch",),
     ("autograd",),
@@ -29,6 +30,7 @@ ORDER = {name: (layer, place) for layer, names in enumerate(LAYERS) for place, n
 HEAVY = ("click", "rich", "platformdirs", "triton", "matplotlib", "jinja2", "openvino", "onnxruntime", "pytest")
 
 
+@cache
 def modules() -> list[Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
@@ -38,6 +40,7 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def imported(path: Path) -> set[str]:
     """What a file imports from attnworks, at its top or inside functions, as dotted paths without the package name."""
     names: set[str] = set()

@@ -24,6 +24,10 @@ ATTNWORKS_INLINE Vec load_n(const float* p, int n) { return _mm256_maskload_ps(p
 ATTNWORKS_INLINE void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 ATTNWORKS_INLINE void store_n(float* p, Vec x, int n) { _mm256_maskstore_ps(p, first_lanes(n), x); }
 
+ATTNWORKS_INLINE Vec in_register(Vec x) {
+  asm("" : "+x"(x));
+  return x;
+}
 ATTNWORKS_INLINE Vec zero() { return _mm256_setzero_ps(); }
 ATTNWORKS_INLINE Vec set1(float x) { return _mm256_set1_ps(x); }
 ATTNWORKS_INLINE Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
@@ -131,7 +135,7 @@ ATTNWORKS_INLINE void store_from_float_n(float* p, Vec x, int n) {
 }
 
 ATTNWORKS_INLINE void load_even_odd(const bf16* p, Vec& a, Vec& b) {
-  const __m256i x = _mm256_loadu_si256((const __m256i*)p);
+  const __m256i x = _mm256_castps_si256(in_register(load((const float*)p)));
   a = _mm256_castsi256_ps(_mm256_slli_epi32(x, 16));
   b = _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0xffff0000)));
 }
@@ -146,7 +150,7 @@ ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {
   b = _mm256_permute2f128_ps(lo, hi, 0x31);
 }
 
-ATTNWORKS_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+ATTNWORKS_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 Vec dot_bf16(Vec acc, Vec pairs_a, Vec pairs_b);  // see generic.h: declared only
 Vec pack_bf16(Vec first, Vec second);

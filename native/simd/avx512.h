@@ -27,6 +27,10 @@ ATTNWORKS_INLINE Vec load_n(const float* p, int n) { return _mm512_maskz_loadu_p
 ATTNWORKS_INLINE void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
 ATTNWORKS_INLINE void store_n(float* p, Vec x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
 
+ATTNWORKS_INLINE Vec in_register(Vec x) {
+  asm("" : "+v"(x));
+  return x;
+}
 ATTNWORKS_INLINE Vec zero() { return _mm512_setzero_ps(); }
 ATTNWORKS_INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
 ATTNWORKS_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -151,7 +155,7 @@ ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {
   b = _mm512_permutex2var_ps(x, _mm512_add_epi32(first, _mm512_set1_epi32(8)), b);
 }
 
-ATTNWORKS_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+ATTNWORKS_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 
 #ifdef ATTNWORKS_AVX512_BF16
 ATTNWORKS_INLINE Vec dot_bf16(Vec acc, Vec pairs_a, Vec pairs_b) { return _mm512_dpbf16_ps(acc, (__m512bh)pairs_a, (__m512bh)pairs_b); }

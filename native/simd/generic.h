@@ -40,6 +40,8 @@ ATTNWORKS_INLINE Vec load_n(const float* p, int n) {
 ATTNWORKS_INLINE void store(float* p, Vec x) { memcpy(p, &x, sizeof x); }
 ATTNWORKS_INLINE void store_n(float* p, Vec x, int n) { memcpy(p, &x, 4 * n); }
 
+// x, read from memory once. Compilers like to make a load part of every instruction that uses it, and loads bound a product.
+ATTNWORKS_INLINE Vec in_register(Vec x) { return x; }
 ATTNWORKS_INLINE Vec zero() { return Vec{}; }
 ATTNWORKS_INLINE Vec set1(float x) { return Vec{} + x; }
 ATTNWORKS_INLINE Vec add(Vec a, Vec b) { return a + b; }
@@ -169,7 +171,7 @@ ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {  // (even, odd) -> (first W, 
   b = last;
 }
 
-ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }  // into L2
+ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }  // into L1
 
 // Pairs of bf16: used only where HAS_BF16_DOT, other targets just declare them so that `if constexpr` branches parse. Here they are a
 // model of the instructions, for tests on machines that lack them.

@@ -29,6 +29,7 @@ ATTNWORKS_INLINE void store_n(float* p, Vec x, int n) {
   memcpy(p, whole, 4 * n);
 }
 
+ATTNWORKS_INLINE Vec in_register(Vec x) { return x; }  // no instruction of NEON takes an operand from memory
 ATTNWORKS_INLINE Vec zero() { return vdupq_n_f32(0.f); }
 ATTNWORKS_INLINE Vec set1(float x) { return vdupq_n_f32(x); }
 ATTNWORKS_INLINE Vec add(Vec a, Vec b) { return vaddq_f32(a, b); }
@@ -117,7 +118,7 @@ ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {
   b = x.val[1];
 }
 
-ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 Vec dot_bf16(Vec acc, Vec pairs_a, Vec pairs_b);  // see generic.h: declared only
 Vec pack_bf16(Vec first, Vec second);

@@ -7,6 +7,7 @@ from attnworks.integrations.sdpa import replace_sdpa, sdpa
 from attnworks.masks import Causal, Window
 from attnworks.merge import merge
 from attnworks.plan import Plan
+from attnworks.prepared import use_plans
 from attnworks.scores import ALiBi, Bias, Sink, Softcap
 
 __version__ = "0.1.0"
@@ -29,4 +30,5 @@ __all__ = [
     "merge",
     "replace_sdpa",
     "sdpa",
+    "use_plans",
 ]

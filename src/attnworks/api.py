@@ -200,26 +200,21 @@ def attention_decode(
     Nothing past a sequence's length, and no table entry past its last page, influences a bit. The other arguments and
     errors are those of ``attention``. The caches are written only once every check has passed.
     """
-    options: dict[str, Any] = {
-        "kv_lens": kv_lens,
-        "page_table": page_table,
-        "k_new": k_new,
-        "v_new": v_new,
-        "rotary": rotary,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "mask": mask,
-        "scores": scores,
-        "scale": scale,
-        "return_lse": return_lse,
-        "batch_invariant": batch_invariant,
-        "backend": backend,
-        "plan": plan,
-        "validate": validate,
-    }
     if is_compiling():
-        return _traced("attention_decode", q, k_cache, v_cache, **options)
-    launch, operands = calls.decode(q, k_cache, v_cache, **options)
+        # fmt: off
+        return _traced(
+            "attention_decode", q, k_cache, v_cache, kv_lens=kv_lens, page_table=page_table, k_new=k_new, v_new=v_new,
+            rotary=rotary, k_scale=k_scale, v_scale=v_scale, mask=mask, scores=scores, scale=scale,
+            return_lse=return_lse, batch_invariant=batch_invariant, backend=backend, plan=plan, validate=validate,
+        )
+        # fmt: on
+    # fmt: off
+    launch, operands = calls.decode(
+        q, k_cache, v_cache, kv_lens=kv_lens, page_table=page_table, k_new=k_new, v_new=v_new, rotary=rotary,
+        k_scale=k_scale, v_scale=v_scale, mask=mask, scores=scores, scale=scale, return_lse=return_lse,
+        batch_invariant=batch_invariant, backend=backend, plan=plan, validate=validate,
+    )
+    # fmt: on
     out, lse = launch(operands)
     return out if lse is None else (out, lse)
 

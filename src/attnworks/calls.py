@@ -3,13 +3,14 @@ here, so that an eager and a traced call are checked and chosen alike."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnworks import cache, masks, prepared, problem, scores
-from attnworks.backends import Launcher
+from attnworks.backends import Launcher, ReadsLengths
 from attnworks.cache import Rotary
 from attnworks.masks import MaskSpec, UserMask
 from attnworks.plan import Plan
@@ -23,7 +24,7 @@ Call = tuple[Launcher, Operands]
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The tensors themselves where their dtypes are equal, which autocast then does not change. Where they differ,
     under autocast, all in its dtype, as torch's own attention does it; float64 is left alone, there as here."""
-    if q.dtype == k.dtype == v.dtype or not _autocasts(q):
+    if q.dtype == k.dtype == v.dtype or not autocasts(q):
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
@@ -34,14 +35,16 @@ def autocast_decode(
     q: Tensor, k_cache: Tensor, k_new: Tensor | None, v_new: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """q and the new keys, under autocast in the caches' dtype: a cache is never copied."""
-    if q.dtype == k_cache.dtype or k_cache.dtype not in problem.FLOAT_DTYPES or not _autocasts(q):
+    if q.dtype == k_cache.dtype or k_cache.dtype not in problem.FLOAT_DTYPES or not autocasts(q):
         return q, k_new, v_new
     dtype = k_cache.dtype
     return q.to(dtype), k_new if k_new is None else k_new.to(dtype), v_new if v_new is None else v_new.to(dtype)
 
 
-def _autocasts(q: Tensor) -> bool:
-    return torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type)
+def autocasts(q: Tensor) -> bool:
+    """Whether autocast is on for q's device. torch raises for "meta"; asking it first what it knows is a question that
+    torch.compile cannot follow before torch 2.13."""
+    return q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
 
 
 def dense_problem(
@@ -233,59 +236,120 @@ def decode(
     validate: bool,
     watchers: Watchers | None = None,
 ) -> Call:
-    """The caches are written once every check has passed, q is turned."""
-    q = last_contiguous(q, "q")
-    cache.check_are_caches(k_cache, v_cache)
-    q, k_new, v_new = autocast_decode(q, k_cache, k_new, v_new)
-    mask_spec, mask_operands = masks.split(mask)
-    score_spec, score_operands = _split_scores(scores)
+    """The caches are written once every check has passed, q is turned.
+
+    A cache of a few thousand keys is read in a millisecond, and between two calls a program's other work evicts all of
+    this: then every function that is entered costs 20 µs, and every operation of torch 100. So there are few of both on
+    the way of a call without extras.
+    """
+    try:
+        q_strides, k_strides, v_strides = q.stride(), k_cache.stride(), v_cache.stride()
+        lens_strides = kv_lens.stride()
+        if q_strides[-1] != 1:
+            q = last_contiguous(q)
+            q_strides = q.stride()
+        if q.dtype is not k_cache.dtype:
+            q, k_new, v_new = autocast_decode(q, k_cache, k_new, v_new)
+            q_strides = q.stride()
+        # fmt: off
+        tensors: Hashable = (
+            q.shape, k_cache.shape, v_cache.shape, q_strides, k_strides, v_strides, q.dtype, k_cache.dtype,
+            v_cache.dtype, q.device, k_cache.device, v_cache.device, q.layout, k_cache.layout, v_cache.layout,
+            kv_lens.shape, kv_lens.dtype, kv_lens.device,
+        )
+        # fmt: on
+    except (AttributeError, RuntimeError, IndexError):
+        q = last_contiguous(q, "q")
+        cache.check_are_caches(k_cache, v_cache)
+        tensors = lens_strides = None  # what is wrong with the others the checks will name
+    plain = page_table is None and k_new is None and v_new is None and rotary is None
+    extras: Hashable = None
+    if not plain or k_scale is not None or v_scale is not None:
+        extras = prepared.signature(page_table, k_new, v_new, k_scale, v_scale), torch.is_grad_enabled()
+    mask_spec, mask_operands = ((), ()) if mask is None else masks.split(mask)
+    score_spec, score_operands = ((), ()) if scores == () else _split_scores(scores)
     watchers = watched(q, k_cache, v_cache, score_operands) if watchers is None else watchers
     # fmt: off
     key = (
-        prepared.signature(q, k_cache, v_cache, kv_lens, page_table, k_new, v_new, k_scale, v_scale),
-        torch.is_grad_enabled(), watchers, mask_spec, score_spec,
-        scale, return_lse, batch_invariant, backend, plan,
+        tensors, extras, watchers, mask_spec, score_spec, scale, return_lse, batch_invariant, backend, plan,
         type(scale), type(return_lse), type(batch_invariant),
     )
     # fmt: on
-    launch = prepared.lookup(key) if validate is False else None
+    launch = prepared.lookup(key) if validate is False and tensors is not None else None
     if launch is None:
         problem.check_flags(validate=validate, return_lse=return_lse, batch_invariant=batch_invariant)
-        sizes, page_size = cache.decode_sizes(q, k_cache, v_cache, page_table)
-        cache.check_lengths_and_table(kv_lens, page_table, sizes.batch, q)
-        kv_dtype = cache.check_cache_dtypes(q, k_cache, v_cache, k_scale, v_scale)
-        cache.check_new_keys(q, k_cache, v_cache, k_new, v_new, sizes)
-        described = _problem(
-            sizes,
-            q,
-            (mask_spec, mask_operands),
-            (score_spec, score_operands),
-            scale,
-            watchers,
-            form="decode",
-            q_strides=strides_of(q, "bshd"),
-            k_strides=strides_of(last_contiguous(k_cache), "bshd"),
-            v_strides=strides_of(last_contiguous(v_cache), "bshd"),
-            layout="bshd",
-            kv_dtype=kv_dtype,
-            page_size=page_size,
-            return_lse=return_lse,
-            deterministic=False,
-            batch_invariant=batch_invariant,
+        # fmt: off
+        described = _decode_problem(
+            q, k_cache, v_cache, kv_lens, page_table, k_new, v_new, k_scale, v_scale, (mask_spec, mask_operands),
+            (score_spec, score_operands), scale, return_lse, batch_invariant, watchers,
         )
+        # fmt: on
         launch = prepared.prepare(key, described, backend, plan)
-    positions = None
-    if rotary is not None:
-        cache.check_rotary(rotary, q)
-        positions = rotary.cos.shape[0]
-    new = 0 if k_new is None else k_new.shape[1]
-    capacity, pages, page_size = cache.extent(k_cache, page_table)
-    values = validate or q.device.type == "cpu"
-    lens, table = cache.read_lengths(kv_lens, page_table, capacity, new, pages, page_size, positions, values=values)
-    q, totals = cache.append_new(q, k_cache, v_cache, lens, table, k_new, v_new, rotary)
-    k_cache, v_cache = last_contiguous(k_cache), last_contiguous(v_cache)
-    lengths = {"kv_lens": totals, "page_table": table, "k_scale": k_scale, "v_scale": v_scale}
-    return launch, Operands(q, k_cache, v_cache, mask_operands, score_operands, **lengths)
+    totals, table = kv_lens, None
+    if not (
+        plain
+        and isinstance(launch, ReadsLengths)
+        and type(kv_lens) is Tensor
+        and kv_lens.dtype is torch.int64
+        and lens_strides == (1,)
+    ):
+        positions = None
+        if rotary is not None:
+            cache.check_rotary(rotary, q)
+            positions = rotary.cos.shape[0]
+        new = 0 if k_new is None else k_new.shape[1]
+        capacity, pages, page_size = cache.extent(k_cache, page_table)
+        values = validate or q.device.type == "cpu"
+        lens, table = cache.read_lengths(kv_lens, page_table, capacity, new, pages, page_size, positions, values=values)
+        q, totals = cache.append_new(q, k_cache, v_cache, lens, table, k_new, v_new, rotary)
+    if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
+        k_cache, v_cache = last_contiguous(k_cache), last_contiguous(v_cache)
+    return launch, Operands(
+        q, k_cache, v_cache, mask_operands, score_operands, None, None, totals, table, k_scale, v_scale
+    )
+
+
+def _decode_problem(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_lens: Tensor,
+    page_table: Tensor | None,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    mask: tuple[MaskSpec, tuple[Tensor, ...]],
+    modifiers: tuple[ScoreSpec, tuple[Tensor, ...]],
+    scale: float | None,
+    return_lse: bool,
+    batch_invariant: bool,
+    watchers: Watchers,
+) -> Problem:
+    """The Problem of a decode call, everything checked but the values of kv_lens and page_table."""
+    cache.check_are_caches(k_cache, v_cache)
+    sizes, page_size = cache.decode_sizes(q, k_cache, v_cache, page_table)
+    cache.check_lengths_and_table(kv_lens, page_table, sizes.batch, q)
+    kv_dtype = cache.check_cache_dtypes(q, k_cache, v_cache, k_scale, v_scale)
+    cache.check_new_keys(q, k_cache, v_cache, k_new, v_new, sizes)
+    return _problem(
+        sizes,
+        q,
+        mask,
+        modifiers,
+        scale,
+        watchers,
+        form="decode",
+        q_strides=strides_of(q, "bshd"),
+        k_strides=strides_of(last_contiguous(k_cache), "bshd"),
+        v_strides=strides_of(last_contiguous(v_cache), "bshd"),
+        layout="bshd",
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        return_lse=return_lse,
+        deterministic=False,
+        batch_invariant=batch_invariant,
+    )
 
 
 # dense()'s and its siblings' parameter ``scores`` hides the module of that name.

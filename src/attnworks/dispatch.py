@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from attnworks import tuned
 from attnworks.backends import Backend, cpu, reference, triton
 from attnworks.errors import UnsupportedError, Verdict
 from attnworks.hardware import Hardware, detect
@@ -24,17 +25,19 @@ QUIET_SCORE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found: the backend and plan a call gets, and every backend's verdict."""
+    """What ``explain`` found: the backend and plan a call gets, why that plan, and every backend's verdict."""
 
     problem: Problem
     backend: str
     plan: Plan
     verdicts: tuple[Verdict, ...]
     resources: dict[str, int]
+    why: str
 
     def __str__(self) -> str:
         fields = {name: value for name, value in self.plan.to_json().items() if value and name != "backend"}
         lines = [f"backend: {self.backend}", "plan: " + ", ".join(f"{name}={value}" for name, value in fields.items())]
+        lines.append(f"why: {self.why}")
         lines += [f"on chip: {size} bytes of {name}" for name, size in self.resources.items()]
         return "\n".join(lines + [str(verdict) for verdict in self.verdicts])
 
@@ -43,6 +46,7 @@ class Explanation:
             "problem": self.problem.to_json(),
             "backend": self.backend,
             "plan": self.plan.to_json(),
+            "why": self.why,
             "resources": self.resources,
             "verdicts": [{"backend": v.backend, "supported": v.supported, "reasons": v.reasons} for v in self.verdicts],
         }
@@ -70,15 +74,29 @@ def choose(
             if plan is not None:
                 candidate.check_plan(problem, plan)
             else:
-                plan = best_plan(problem, candidate.candidates(problem, hardware), hardware)
+                plan, _ = _ranked(problem, candidate, hardware)
             return candidate, plan, found
     raise UnsupportedError([v for v in found if asked in ("auto", v.backend)], asked)
 
 
 def explain(problem: Problem, backend: str = "auto", plan: Plan | None = None) -> Explanation:
     """``choose``, with what it chose written down."""
-    chosen, plan, found = choose(problem, backend, plan)
-    return Explanation(problem, chosen.NAME, plan, found, chosen.resources(problem, plan))
+    chosen, best, found = choose(problem, backend, plan)
+    why = "given by the caller" if plan is not None else _ranked(problem, chosen, detect(problem.device))[1]
+    return Explanation(problem, chosen.NAME, best, found, chosen.resources(problem, best), why)
+
+
+def _ranked(problem: Problem, backend: Backend, hardware: Hardware) -> tuple[Plan, str]:
+    """The plan where none is given, and why: a tuned one, else the backend's own choice. Raises ``ValueError`` for a
+    tuned plan that can't run its problem."""
+    found = tuned.find(problem, hardware, backend.NAME, backend.KERNELS)
+    if found is None:
+        return best_plan(problem, backend.candidates(problem, hardware), hardware), "the backend's table"
+    try:
+        backend.check_plan(problem, found.row.plan)
+    except ValueError as error:
+        raise ValueError(f"tuned plans {found.path}, row {found.key!r}: {error}") from None
+    return found.row.plan, str(found)
 
 
 def _asked(backend: object, plan: object) -> str:

@@ -1,6 +1,7 @@
 """Plan: how a Problem is tiled and scheduled on one backend; and how the best plan is picked.
 
-Ranking: a plan the caller gives is used as it is, otherwise the backend's candidate with the least modelled time.
+Ranking: a plan the caller gives is used as it is; else one that was measured on this device for such a problem
+(``tuned.py``); else the backend's candidate with the least modelled time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Plan:
     """One way to run a Problem.
 
     ``schedule`` names the loop structure; each backend lists its own ("tiled" and "split_kv" on the CPU; "eager",
-    "standard", "kv_outer" and "q_outer" on the reference; "q_outer", "split_kv", "standard" and "kv_outer" in Triton).
+    "standard", "kv_outer" and "q_outer" on the reference; those and "grouped" and "split_kv" in Triton).
     ``tile_q``, ``tile_kv``: rows and keys of a tile.
     ``split_kv``: keys of one partial result of a split-KV schedule. ``isa``: instruction set of the CPU backend.
     ``warps``, ``stages``: warps of a program and depth of its software pipeline on a GPU. 0 and "" mean that the

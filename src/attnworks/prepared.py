@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from attnworks import dispatch, masks
+from attnworks import dispatch, masks, tuned
 from attnworks.autograd import Joined
 from attnworks.backends import Backend, Launcher
 from attnworks.plan import Plan
@@ -42,6 +44,17 @@ def prepare(key: Hashable, problem: Problem, backend: str, plan: Plan | None) ->
     return launch
 
 
+def use_plans(folder: str | Path | None) -> None:
+    """Take tuned plans from ``folder``, which holds a file ``<device>.json`` for each kind of device; None: from
+    ``plans`` in the user's configuration folder, as before the first use. What the files don't say is left to the plans
+    that are shipped and to the backends' own tables. Holds for the process; calls made before are prepared anew.
+
+    Raises ``ValueError`` for what is no folder; a file that can't be read is named by the call that needs it.
+    """
+    tuned.use(folder)
+    CALLS.clear()
+
+
 def joined(problem: Problem, backend: Backend, plan: Plan) -> Launcher:
     """The launcher of a differentiable problem, joined to the backend's own backward where it has one."""
     backward = None if problem.transformed else backend.prepare_backward(problem, plan)
@@ -72,19 +85,26 @@ def signature(*tensors: Tensor | None) -> tuple[Hashable, ...] | None:
 
 Watchers = tuple[bool, bool, bool, bool]
 
+# Found once, not in every call: on a call's way every lookup counts, most of all when nothing of it is in the caches.
+_grad_enabled = torch.is_grad_enabled
+_functorch_level = torch._C._functorch.maybe_current_level
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
 
 def watched(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...]) -> Watchers:
     """Who watches a call besides its caller: Problem's ``differentiable``, ``transformed`` and ``traced``; and whether
     torch's own switch asks that the backward be deterministic."""
-    differentiable = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or any(operand.requires_grad for operand in operands)
+    differentiable = _grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (operands != () and _any_requires_grad(operands))
     )
-    transformed = torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
-    plain = Tensor.__torch_dispatch__
-    traced = (
-        torch._C._len_torch_dispatch_stack() > 0
-        or type(q).__torch_dispatch__ is not plain
-        or type(k).__torch_dispatch__ is not plain
-        or type(v).__torch_dispatch__ is not plain
-    )
+    transformed = forward_ad._current_level >= 0 or _functorch_level() is not None
+    traced = _dispatch_modes() > 0 or not (type(q) is type(k) is type(v) is Tensor or _plain(q, k, v))
     return differentiable, transformed, traced, differentiable and torch.are_deterministic_algorithms_enabled()
+
+
+def _any_requires_grad(operands: tuple[Tensor, ...]) -> bool:
+    return any(operand.requires_grad for operand in operands)
+
+
+def _plain(*tensors: Tensor) -> bool:
+    return all(type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ for tensor in tensors)

@@ -105,6 +105,8 @@ def split(scores: object) -> tuple[ScoreSpec, tuple[Tensor, ...]]:
                 raise TypeError(f"{type(score).__name__} {name}: was {was}, must be a floating-point tensor")
             terms.append(ScoreTerm(kind, operand=operand_spec(tensor, len(operands))))
             operands.append(tensor)
+        elif isinstance(score, Expression):  # a function that a traced call has put into words (specs.py)
+            terms.append(_traced(score, len(operands), "function"))
         elif callable(score) and not isinstance(score, type):
             from attnworks.expressions.tracing import SCORE_INPUTS, trace  # most programs never need it
 

@@ -89,6 +89,19 @@ class TileMap(Sizes):
         return self.visible_pairs / max(self.batch * self.heads * self.seq_q * self.seq_kv, 1)
 
     @cached_property
+    def visited(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(offsets, full_ends, tiles), int32: row r visits ``tiles[offsets[r] : offsets[r + 1]]``, first the full ones,
+        up to ``full_ends[r]``, then the partial ones. One list for kernels with one loop."""
+        offsets = self.full.offsets + self.partial.offsets
+        full_ends = offsets[:-1] + self.full.offsets.diff()
+        tiles = torch.empty(self.full_tiles + self.partial_tiles, dtype=torch.int32, device=offsets.device)
+        for lists, begin in ((self.full, offsets[:-1]), (self.partial, full_ends)):
+            count = lists.offsets.diff()
+            shift = torch.repeat_interleave(begin - lists.offsets[:-1], count, output_size=lists.tiles.numel())
+            tiles[torch.arange(lists.tiles.numel(), device=tiles.device) + shift] = lists.tiles
+        return offsets, full_ends, tiles
+
+    @cached_property
     def transposed(self) -> TileMap:
         """The same tiles listed by KV tile: row ``(b · heads + h) · tiles_kv + t`` lists query tiles, for dK and dV.
 

@@ -9,12 +9,13 @@ The model counts what a schedule must move when its tiles live on chip and nothi
   once; for each Q tile that sees it, Q is read and O, m, l are read and written again (lines 8, 12 and 13).
 - "q_outer": FlashAttention-2 (arXiv:2307.08691, algorithm 1) and the CPU's "tiled": each Q tile is read once and its
   output and LSE written once; for each, the KV tiles it sees are read.
+- "grouped": FlashAttention-2 with the query heads of a group as rows of one tile, which reads their keys once.
 - "split_kv": decode. The visible K and V read once by each KV head's group of queries; fp32 partial results written and
   read where there is more than one split.
 
-In the tiled schedules every query head reads its KV head's keys for itself, so GQA saves nothing of these re-reads.
-Tiles that closed bounds hide are never loaded. Tiling saves bytes, not FLOPs: without a mask every schedule has the
-same products.
+In the other tiled schedules every query head reads its KV head's keys for itself, so GQA saves nothing of these
+re-reads. Tiles that closed bounds hide are never loaded. Tiling saves bytes, not FLOPs: without a mask every schedule
+has the same products.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from attnworks.masks import Bounds, DenseMask
 from attnworks.problem import Problem
 
 SCHEDULES = ("standard", "kv_outer", "q_outer")
+_GROUPED = ("grouped", "split_kv")
 _ALIASES = {"tiled": "q_outer", "eager": "standard"}
 
 Lengths = Sequence[tuple[int, int]]
@@ -125,9 +127,9 @@ def estimate(
     tiles or a wrong number of lengths.
     """
     model = _ALIASES.get(schedule, schedule)
-    if model not in (*SCHEDULES, "split_kv"):
-        raise ValueError(f"schedule: was {schedule!r}, must be one of {(*SCHEDULES, 'split_kv', *_ALIASES)}")
-    if model in ("kv_outer", "q_outer") and (tile_q < 1 or tile_kv < 1):
+    if model not in (*SCHEDULES, *_GROUPED):
+        raise ValueError(f"schedule: was {schedule!r}, must be one of {(*SCHEDULES, *_GROUPED, *_ALIASES)}")
+    if model in ("kv_outer", "q_outer", "grouped") and (tile_q < 1 or tile_kv < 1):
         raise ValueError(f"tile_q, tile_kv: were {tile_q}, {tile_kv}, must be >= 1 for schedule {schedule!r}")
     lengths = default_lengths(problem) if lengths is None else lengths
     if len(lengths) != problem.batch:
@@ -182,8 +184,10 @@ def _sequence_bytes(p: Problem, model: str, tile_q: int, tile_kv: int) -> tuple[
         q, kv, out = p.heads_q * rows.q * q_row, p.heads_kv * rows.kv * kv_row, out_once
         scores = 4 * p.heads_q * rows.pairs * size
     else:
-        rows = _tile_rows(p, tile_q, tile_kv, kv_outer=model == "kv_outer")
-        q, kv, out = p.heads_q * rows.q * q_row, p.heads_q * rows.kv * kv_row, out_once + p.heads_q * p.seq_q * _FP32
+        group = p.group if model == "grouped" else 1
+        rows = _tile_rows(p, max(tile_q // group, 1), tile_kv, kv_outer=model == "kv_outer")
+        q, kv = p.heads_q * rows.q * q_row, p.heads_q // group * rows.kv * kv_row
+        out = out_once + p.heads_q * p.seq_q * _FP32
         if model == "kv_outer":
             out += p.heads_q * p.seq_q * _FP32  # m and l rather than one LSE
             state = 2 * p.heads_q * rows.visits * (out_row + 2 * _FP32)

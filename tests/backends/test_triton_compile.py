@@ -97,7 +97,15 @@ def test_splits() -> None:
     assert compiled(80) == []
 
 
-def test_packed_sequences() -> None:
+def test_a_head_in_two_blocks() -> None:
+    problem, operands = posed("causal")
+    strides = (HEADS * N * 520, N * 520, 520)
+    prepare(replace(problem, head_dim=520, q_strides=strides, k_strides=strides), Q_OUTER)(operands)
+    assert compiled(90) == []
+
+
+@pytest.mark.parametrize("schedule", ["q_outer", "grouped"])
+def test_packed_sequences(schedule: str) -> None:
     problem, _ = posed("causal")
     strides = (0, D, HEADS * D)
     packed = replace(
@@ -106,7 +114,10 @@ def test_packed_sequences() -> None:
     q, k, v = (torch.empty(N, HEADS, D, dtype=torch.bfloat16, device="meta") for _ in range(3))
     offsets = torch.empty(3, dtype=torch.int64, device="meta")
     operands = Operands(q, k, v, cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
-    prepare(packed, Q_OUTER)(operands)
+    prepare(packed, replace(Q_OUTER, schedule=schedule))(operands)
+    if schedule == "grouped":
+        assert compiled(80) == []
+        return
     run = gradients.prepare_backward(replace(packed, differentiable=True), Q_OUTER)
     run(operands, q, torch.empty(HEADS, N, device="meta"), q, None, (True, True, True))
     assert compiled(80) == []

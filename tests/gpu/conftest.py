@@ -1,4 +1,4 @@
-"""Tests that need a GPU; elsewhere each is skipped. ``make gpu-test`` runs them."""
+"""Tests that need a GPU; elsewhere all are collected and one is left to say that. ``make gpu-test`` runs them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch finds no GPU")
+GPU = torch.cuda.is_available()
 # Fresh memory is filled by torch's deterministic mode, which also warns of operations that have no such mode.
 MARKS = (
     pytest.mark.gpu,
-    NO_GPU,
+    pytest.mark.skipif(not GPU, reason="PyTorch finds no GPU"),
     pytest.mark.filterwarnings("ignore:.*determinis.*:UserWarning"),
     # A leaf that was differentiated on the capturing stream is differentiated again outside of it, on purpose.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            for mark in MARKS:
-                item.add_marker(mark)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    ours = [item for item in items if HERE in item.path.parents]
+    for item in ours:
+        for mark in MARKS:
+            item.add_marker(mark)
+    if not GPU and len(ours) > 1:
+        needless = set(ours[1:])
+        items[:] = [item for item in items if item not in needless]
+        config.hook.pytest_deselected(items=ours[1:])

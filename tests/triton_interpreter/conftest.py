@@ -4,5 +4,9 @@ process of their own, started with TRITON_INTERPRET=1 by tests/test_triton_inter
 
 import os
 
+import torch
+
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]
+else:
+    torch.set_num_threads(1)  # beside a kernel that runs in Python a second has nothing to do

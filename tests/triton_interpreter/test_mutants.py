@@ -17,18 +17,20 @@ import pytest
 
 from attnworks import prepared
 from attnworks.backends import triton
+from attnworks.workbench.subjects import BackendSubject
 from attnworks.workbench.verify import Answers, fresh_memory_poisoned, verify_case
-from interpreter_cases import BY_NAME, SMALL
+from interpreter_cases import BY_NAME, GROUPED, SMALL
 from interpreter_repairs import repair
 
 
 class Mutant(NamedTuple):
-    """``cases``: those that must reject it, one is enough."""
+    """``cases``: those that must reject it, one is enough, when ``subject`` runs them."""
 
     file: str
     right: str
     wrong: str
     cases: tuple[str, ...]
+    subject: BackendSubject = SMALL
 
 
 FORWARD, BACKWARD, PARTS = "forward.py", "backward.py", "parts.py"
@@ -60,6 +62,19 @@ MUTANTS = {
     "page table of sequence 0": Mutant(
         FORWARD, "page_table + b.to(tl.int64) *", "page_table + 0 *", ("decode, pages, the longest first",)
     ),
+    "the first columns again": Mutant(
+        FORWARD, "load_tile(k_tile + HEAD_DIM, k_offsets", "load_tile(k_tile, k_offsets", ("head dim 520",)
+    ),
+    "rows past the packed ones of one head": Mutant(
+        FORWARD, "for member in range(group):", "for member in range(1):", ("varlen, heads 6/2",), GROUPED
+    ),
+    "positions of heads as rows": Mutant(
+        FORWARD,
+        "first_position = row_tile * TILE_Q // group if",
+        "first_position = row_tile * TILE_Q if",
+        ("heads 6/2, causal",),
+        GROUPED,
+    ),
     "sink left out of the maximum": Mutant(
         FORWARD, "new_max = tl.maximum(running_max, logit)", "new_max = running_max", ("sink 100", "sink and no keys")
     ),
@@ -77,7 +92,7 @@ MUTANTS = {
 }
 
 # What is loaded anew, so that all of it sees the wrong source; each after those it imports.
-MODULES = ("parts", "forward", "backward", "calls", "gradients")
+MODULES = ("parts", "forward", "backward", "grad_bias", "calls", "gradients")
 
 repair()
 
@@ -112,7 +127,7 @@ def mutated(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mutant]:
 @pytest.mark.parametrize("mutated", MUTANTS, indirect=True)
 def test_the_cases_reject(mutated: Mutant) -> None:
     with fresh_memory_poisoned(), np.errstate(all="ignore"):
-        results = [result for name in mutated.cases for result in verify_case(SMALL, Answers(BY_NAME[name]))]
+        results = [result for name in mutated.cases for result in verify_case(mutated.subject, Answers(BY_NAME[name]))]
     messages = [result.message for result in results if result.status == "failed"]
     assert messages, "no case rejected it"
     assert not any("raised" in message for message in messages), messages

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -48,12 +46,6 @@ def test_version_and_help() -> None:
 @pytest.mark.parametrize("name", [name for name in COMMANDS if main.get_command(None, name)])  # type: ignore[arg-type]
 def test_every_command_speaks_json(name: str) -> None:
     assert "--json" in run(name, "--help").stdout
-
-
-def test_importing_attnworks_loads_nothing_of_the_command_line() -> None:
-    code = "import attnworks, sys; print([name for name in ('click', 'rich') if name in sys.modules])"
-    alone = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert alone.strip() == "[]"
 
 
 # ---- traffic ---------------------------------------------------------------------------------------------------------

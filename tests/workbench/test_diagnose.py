@@ -25,6 +25,8 @@ from foreign_kernels import FOREIGN, Foreign, blocked, naive
 DOCS = Path(__file__).parents[2] / "docs"
 SHORT = ("square", "off the tile", "causal", "boolean mask", "8 heads on 2", "rising maximum")
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def short() -> Corpus:

@@ -23,6 +23,7 @@ from attnworks.workbench.subjects import Declined
 from workbench.held_out import CAUSES, SECOND, SUBJECTS, THIRD, HeldOut
 from workbench.held_out_kernels import third
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = SUBJECTS + SECOND + THIRD
 
 CAUSAL = (Causal(),)

@@ -1,17 +1,13 @@
-"""The checks bite: every wrong kernel is caught, the right one is not."""
+"""The checks pass the kernel without a fault; that they catch every one with a fault is in test_kills.py."""
 
 import pytest
 
 from attnworks.workbench import catalogue
 from attnworks.workbench.hunt import kill_table
-from attnworks.workbench.mutants import FAULTS, Mutant
+from attnworks.workbench.mutants import Mutant
 from attnworks.workbench.verify import verify
 
-
-def test_every_mutant_is_caught() -> None:
-    kills = kill_table()
-    assert [kill.fault for kill in kills] == list(FAULTS)
-    assert [kill.fault for kill in kills if not kill.check] == []
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_kernel_without_a_fault_passes() -> None:

@@ -1,11 +1,12 @@
 """Backends: each one runs Plans. They never import each other.
 
-A backend is a module with the six names of ``Backend``.
+A backend is a module with the names of ``Backend``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -17,6 +18,11 @@ from attnworks.problem import Operands, Problem
 
 Launcher = Callable[[Operands], tuple[Tensor, Tensor | None]]
 """Runs a prepared call: (out, lse), lse None unless the Problem asks for it."""
+
+
+class ReadsLengths:
+    """A launcher that copies and checks ``kv_lens`` itself: where they are contiguous int64, and the cache is neither
+    paged nor appended to, its Operands may hold the caller's own tensor. It raises what ``cache.read_kv_lens`` does."""
 
 
 class Gradients(NamedTuple):
@@ -46,6 +52,9 @@ class Backend(Protocol):
     """What dispatch needs of a backend."""
 
     NAME: str
+
+    KERNELS: tuple[Path, ...]
+    """Sources of the kernels that tuned plans are measured with; none where plans are not tuned."""
 
     def verdict(self, problem: Problem, hardware: Hardware) -> Verdict:
         """Whether this backend runs the problem, with every reason if not. Pure."""

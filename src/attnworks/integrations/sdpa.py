@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from attnworks.api import attention
+from attnworks.calls import autocasts
 from attnworks.masks import Causal, UserMask
 from attnworks.scores import Bias, UserScore
 
@@ -126,10 +127,9 @@ def _check(
 def _autocast(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    device = query.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if not autocasts(query):
         return query, key, value, attn_mask
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(query.device.type)
 
     def cast_one(x: Tensor) -> Tensor:
         return x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x

@@ -62,6 +62,19 @@ def versions() -> dict[str, str]:
 
 
 @cache
+def driver(device: str = "cuda") -> str:
+    """The GPU driver's version; for AMD the runtime's that torch was built for. "unknown" where nothing tells it."""
+    if torch.version.hip is not None:
+        return f"HIP {torch.version.hip}"
+    index = torch.device(device).index or 0
+    command = ["nvidia-smi", f"--id={index}", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+@cache
 def commit() -> str | None:
     """The commit of the source tree that attnworks is imported from, "-dirty" if sources differ; None outside of
     one."""

@@ -22,6 +22,7 @@ from attnworks.hardware import detect
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
 from attnworks.workbench import quick_check, statistics
+from attnworks.workbench.device_time import Clock
 from attnworks.workbench.memory import peak_extra
 from attnworks.workbench.providers import Inputs, random_inputs
 from attnworks.workbench.quick_check import NotVerifiedError
@@ -30,8 +31,6 @@ from attnworks.workbench.statistics import Ratio
 SCHEDULES = traffic.SCHEDULES
 REFERENCE_TILE = 64
 WARM_UPS = 3
-# Longer than the host takes to launch three kernels, so that the device never waits for it between two events.
-FEWEST_FLUSH_BYTES = 512 << 20
 # Below this a measured growth of memory is the allocators' granularity. Resident pages of a CPU process are coarser.
 FEWEST_GROWTH_BYTES = {"cuda": 1 << 16, "cpu": 4 << 20}
 _FP32 = 4
@@ -252,18 +251,8 @@ class _Gpu:
     """Device time between two events after a flush of the L2, and the allocator's high-water mark."""
 
     def __init__(self, device: str) -> None:
-        l2 = detect(device).shared_cache_bytes or 0
-        self._flush = torch.empty(max(4 * l2, FEWEST_FLUSH_BYTES), dtype=torch.uint8, device=device)
+        self.seconds = Clock(device).seconds
         self._device = device
-
-    def seconds(self, run: Callable[[], Any]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._flush.zero_()
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize(self._device)
-        return float(begin.elapsed_time(end)) / 1e3
 
     def memory(self, run: Callable[[], tuple[Tensor, Tensor | None]]) -> int | None:
         torch.cuda.synchronize(self._device)

@@ -102,7 +102,7 @@ def sweep(
         backend.check_plan(problem, plan)
     target = target_of(machine)
     found: list[Judged] = []
-    for done, (index, compiled) in enumerate(_compile_all(target, problem, plans, jobs), 1):
+    for done, (index, compiled) in enumerate(compile_all(target, [(problem, plan) for plan in plans], jobs), 1):
         found.append(judge(problem, plans[index], compiled, machine))
         if progress:
             progress("compiling", done, len(plans))
@@ -162,15 +162,15 @@ def statements(judged: Sequence[Judged], machine: Hardware) -> list[str]:
 # ---- compiling -------------------------------------------------------------------------------------------------------
 
 
-def _compile_all(
-    target: tuple[str, int | str, int], problem: Problem, plans: Sequence[Plan], jobs: int
+def compile_all(
+    target: tuple[str, int | str, int], asked: Sequence[tuple[Problem, Plan]], jobs: int
 ) -> Iterator[tuple[int, Compiled]]:
-    """(place, what the compiler made of it), as they are done. A compiler that crashes takes its process along: those
-    that were in it are compiled again, each in a process of its own."""
+    """(place, what the compiler made of the forward kernel), as they are done. A compiler that crashes takes its
+    process along: those that were in it are compiled again, each in a process of its own."""
     crashed = []
-    with _processes(min(jobs, len(plans))) as pool:
+    with _processes(min(jobs, len(asked))) as pool:
         futures: dict[Future[Compiled], int] = {
-            pool.submit(_compile, target, problem, plan): index for index, plan in enumerate(plans)
+            pool.submit(_compile, target, *one): index for index, one in enumerate(asked)
         }
         for future in as_completed(futures):
             if isinstance(future.exception(), BrokenProcessPool):
@@ -179,7 +179,7 @@ def _compile_all(
                 yield futures[future], future.result()
     for index in crashed:
         with _processes(1) as pool:
-            future = pool.submit(_compile, target, problem, plans[index])
+            future = pool.submit(_compile, target, *asked[index])
             yield index, _crash() if isinstance(future.exception(), BrokenProcessPool) else future.result()
 
 
@@ -204,7 +204,7 @@ def _compile(target: tuple[str, int | str, int], problem: Problem, plan: Plan) -
     with tempfile.TemporaryFile("w+") as words:
         os.dup2(words.fileno(), 2)
         try:
-            [(_, compiled)] = compile_plan(GPUTarget(*target), problem, plan)
+            (_, compiled), *_ = compile_plan(GPUTarget(*target), problem, plan)  # the other one merges splits
         except (RuntimeError, ValueError) as error:  # before compiling: a target or an option that Triton doesn't know
             return Compiled(error=f"{type(error).__name__}: {error}")
         words.seek(0)

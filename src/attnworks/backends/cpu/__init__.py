@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib
 import math
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnworks.backends import BackwardLauncher, Launcher
+from attnworks.backends import BackwardLauncher, Launcher, ReadsLengths
 from attnworks.backends.cpu.gradients import Backward
 from attnworks.backends.cpu.modifiers import DTYPES, Modifiers, refusals
 from attnworks.errors import Verdict
@@ -25,7 +26,8 @@ from attnworks.problem import Operands, Problem
 from attnworks.scores import ScoreTerm
 
 NAME = "cpu"
-ABI = 3  # of the native extension this file calls
+KERNELS: tuple[Path, ...] = ()
+ABI = 4  # of the native extension this file calls
 
 MAX_HEAD_DIM = 576
 MAX_HEAD_DIM_V = 512
@@ -163,7 +165,7 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
     if problem.form == "varlen":
         return _varlen_launcher(problem, kernel, modifiers)
     if problem.form == "decode":
-        return _decode_launcher(problem, kernel, modifiers)
+        return _DecodeLauncher(problem, kernel, modifiers)
     if plan.schedule == "split_kv":
         return _split_launcher(problem, kernel, modifiers)
     return _modified_launcher(problem, kernel, modifiers) if modifiers.needed else _dense_launcher(problem, kernel)
@@ -190,7 +192,7 @@ def _kernel(problem: Problem, plan: Plan) -> Any:
     if plan.schedule == "split_kv":
         # fmt: off
         made = _native.Decode(isa, dtype, p.batch, p.seq_q, p.heads_q, p.heads_kv, p.head_dim, p.head_dim_v, *strides,
-                              p.page_size, p.scale, *modifiers.bounds, plan.split_kv)
+                              p.seq_kv, p.page_size, p.scale, *modifiers.bounds, plan.split_kv)
         # fmt: on
         return modifiers.modify(made)
     # fmt: off
@@ -245,7 +247,7 @@ def _modified_launcher(problem: Problem, kernel: Any, modifiers: Modifiers) -> L
 
 def _split_launcher(problem: Problem, kernel: Any, modifiers: Modifiers) -> Launcher:
     """Dense with few query rows: every sequence is a cache filled to the end."""
-    run = _decode_launcher(problem, kernel, modifiers)
+    run = _DecodeLauncher(problem, kernel, modifiers)
     lens = torch.full((problem.batch,), problem.seq_kv, dtype=torch.int64, device="cpu")
 
     def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
@@ -255,23 +257,24 @@ def _split_launcher(problem: Problem, kernel: Any, modifiers: Modifiers) -> Laun
     return launch
 
 
-def _decode_launcher(problem: Problem, kernel: Any, modifiers: Modifiers) -> Launcher:
-    out_shape, lse_shape = problem.result_shapes()
+class _DecodeLauncher(ReadsLengths):
+    def __init__(self, problem: Problem, kernel: Any, modifiers: Modifiers) -> None:
+        self._out_shape, self._lse_shape = problem.result_shapes()
+        self._dtype, self._return_lse = problem.dtype, problem.return_lse
+        self._kernel, self._modifiers = kernel, modifiers
 
-    def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
         assert o.kv_lens is not None
-        out = torch.empty(out_shape, dtype=problem.dtype, device="cpu")
-        lse = torch.empty(lse_shape, dtype=torch.float32, device="cpu") if problem.return_lse else None
+        out = torch.empty(self._out_shape, dtype=self._dtype, device="cpu")
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device="cpu") if self._return_lse else None
         lse_pointer = 0 if lse is None else lse.data_ptr()
-        reads, _alive = modifiers.operands(o) if modifiers.needed else (None, ())
+        reads, _alive = self._modifiers.operands(o) if self._modifiers.needed else (None, ())
         table = (0, 0) if o.page_table is None else (o.page_table.data_ptr(), o.page_table.stride(0))
         # fmt: off
-        kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, o.kv_lens.data_ptr(),
-               *table, torch.get_num_threads(), reads)
+        self._kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, o.kv_lens.data_ptr(),
+                     *table, torch.get_num_threads(), reads)
         # fmt: on
         return out, lse
-
-    return launch
 
 
 def _varlen_launcher(problem: Problem, kernel: Any, modifiers: Modifiers) -> Launcher:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
 
 NAME = "reference"
+KERNELS: tuple[Path, ...] = ()
 
 WRITTEN_OUT = ("eager", "standard")
 TILED = ("kv_outer", "q_outer")

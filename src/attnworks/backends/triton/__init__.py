@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -21,8 +22,9 @@ from attnworks.problem import Problem
 from attnworks.scores import ScoreTerm
 
 NAME = "triton"
+KERNELS = tuple(Path(__file__).parent / name for name in ("forward.py", "parts.py"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 512
+MAX_DIMS = {"head_dim": 576, "head_dim_v": 512}  # MLA's
 MAX_HEAD_DIM_BACKWARD = 256
 
 
@@ -62,10 +64,14 @@ def verdict(problem: Problem, hardware: Hardware) -> Verdict:
         reasons += [
             f"score modifier {term.kind} requires grad" for term in problem.scores if _wants_unknown_gradient(term)
         ]
-    limit = MAX_HEAD_DIM_BACKWARD if problem.differentiable else MAX_HEAD_DIM
-    for name in ("head_dim", "head_dim_v"):
+    for name, most in MAX_DIMS.items():
+        limit = MAX_HEAD_DIM_BACKWARD if problem.differentiable else most
         if getattr(problem, name) > limit:
             reasons.append(f"{name} {getattr(problem, name)} (at most {limit})")
+    if not reasons:
+        from attnworks.backends.triton import plans
+
+        reasons += [reason for reason in (plans.why_none_fits(problem, hardware),) if reason]
     return Verdict(NAME, tuple(reasons))
 
 

@@ -20,13 +20,14 @@ import triton.language as tl
 from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
+    in_part,
     inside,
     load_tile,
+    loop_of,
     offsets_of,
-    run_of,
     sequence,
     store_tile,
-    tile_ranges,
+    tile_at,
     visited_tiles,
 )
 
@@ -60,24 +61,21 @@ def row_delta(
 
 @triton.jit
 def probs_and_grad(
-    products, grad_probs, row_lse, row_delta, visible, b, head, positions, keys, shift, scale, score_operands,
-    MASKED: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    products, grad_probs, row_lse, row_delta, b, head, positions, keys, shift, scale, score_operands,
+    SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr,
 ):  # fmt: skip
     """(P, dS before the score modifiers) of one tile in either orientation: ``positions``, ``keys``, ``row_lse`` and
-    ``row_delta`` come with the axes they broadcast along."""
+    ``row_delta`` come with the axes they broadcast along. Where a key is hidden the caller puts 0 in their place: they,
+    a modifier and its derivative may be infinite or NaN there."""
     plain = products * scale
     scores = plain
     if SCORE is not None:
         scores = SCORE(plain, b, head, positions, keys, shift, score_operands).to(tl.float32)
     probs = tl.math.exp2(scores * LOG2E - row_lse)
-    if MASKED:
-        probs = tl.where(visible, probs, 0.0)
     grad = probs * (grad_probs - row_delta)
     if SCORE is not None:
         slope = SCORE_GRAD(plain, b, head, positions, keys, shift, score_operands)
         grad = grad * slope.to(tl.float32)
-    if MASKED:
-        grad = tl.where(visible, grad, 0.0)  # a modifier may be infinite, or its derivative NaN, where it is hidden
     return probs, grad
 
 
@@ -129,22 +127,17 @@ def grad_kv(
         start, full_start, full_end, stop = visited_tiles(
             0, rows_q, kv_tile * TILE_KV, last_key, -high, -low, tile_map, b, head, kv_tile, TILE_Q, RIGHT, LEFT, MASK
         )
-        for run in tl.static_range(3):
-            run_start, run_stop = run_of(run, start, full_start, full_end, stop, tile_map is not None)
-            tiles = None
-            if tile_map is not None:
-                tiles = tile_map[3] if run == 1 else tile_map[1]
-            if run == 1 or (run == 0 and RIGHT and MASK is None) or (run == 2 and (LEFT or TAIL or MASK is not None)):
-                acc_k, acc_v = gather_queries(
-                    acc_k, acc_v, k_tile, v_tile, q + q_start + wide_head * q_strides[1],
-                    grad_out + grad_start + wide_head * grad_out_strides[1],
-                    lse2 + lse_start + wide_head * lse_strides[1], delta + lse_start + wide_head * lse_strides[1],
-                    tiles, run_start, run_stop, b, head, keys, rows_q, keys_kv, low, high, scale,
-                    score_operands, mask_operands,
-                    q_strides[2], grad_out_strides[2], lse_strides[2],
-                    TILE_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, run != 1,
-                    SCORE, SCORE_GRAD, MASK, PRECISION,
-                )  # fmt: skip
+        for loop in tl.static_range(2 if TAIL else 1):
+            first_place, stop_place = loop_of(loop, start, stop, TAIL)
+            acc_k, acc_v = gather_queries(
+                acc_k, acc_v, k_tile, v_tile, q + q_start + wide_head * q_strides[1],
+                grad_out + grad_start + wide_head * grad_out_strides[1],
+                lse2 + lse_start + wide_head * lse_strides[1], delta + lse_start + wide_head * lse_strides[1],
+                tile_map, first_place, full_start, full_end, stop_place, b, head, keys, rows_q, keys_kv, low, high,
+                scale, score_operands, mask_operands, q_strides[2], grad_out_strides[2], lse_strides[2],
+                TILE_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, loop == 1,
+                SCORE, SCORE_GRAD, MASK, PRECISION,
+            )  # fmt: skip
     store_tile(
         grad_k + grad_k_start + h * grad_k_strides[1],
         wide * grad_k_strides[2],
@@ -160,22 +153,21 @@ def grad_kv(
 
 @triton.jit
 def gather_queries(
-    acc_k, acc_v, k_tile, v_tile, q, grad_out, lse2, delta, tiles, first_tile, last_tile,
+    acc_k, acc_v, k_tile, v_tile, q, grad_out, lse2, delta, tile_map, first_place, full_start, full_end, stop_place,
     b, head, keys, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, q_row, grad_row, lse_row,
     TILE_Q: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    MASKED: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What Q tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one) add to dK and dV."""
-    for index in range(first_tile, last_tile):
-        tile = index if tiles is None else tl.load(tiles + index)
-        start = tile * TILE_Q
+    """What the Q tiles that ``visited_tiles`` found add to dK and dV."""
+    for place in range(first_place, stop_place):
+        start = tile_at(place, tile_map) * TILE_Q
         lanes = tl.arange(0, TILE_Q)
         positions = start + lanes
         valid = positions < seq_q
         far = start.to(tl.int64)
-        q_tile = load_tile(q + far * q_row, offsets_of(lanes, q_row, WIDE), valid, HEAD_DIM, BLOCK_D, MASKED)
-        if MASKED:
+        q_tile = load_tile(q + far * q_row, offsets_of(lanes, q_row, WIDE), valid, HEAD_DIM, BLOCK_D, TAIL)
+        if TAIL:
             row_lse = tl.load(lse2 + far * lse_row + lanes * lse_row, mask=valid, other=float("inf"))
             row_delta = tl.load(delta + far * lse_row + lanes * lse_row, mask=valid, other=0.0)
         else:
@@ -183,19 +175,19 @@ def gather_queries(
             row_delta = tl.load(delta + far * lse_row + lanes * lse_row)
         products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
         d_tile = load_tile(
-            grad_out + far * grad_row, offsets_of(lanes, grad_row, WIDE), valid, HEAD_DIM_V, BLOCK_DV, MASKED
+            grad_out + far * grad_row, offsets_of(lanes, grad_row, WIDE), valid, HEAD_DIM_V, BLOCK_DV, TAIL
         )
         grad_probs = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)
-        visible = None
-        if MASKED:
-            visible = tl.trans(inside(positions, keys, seq_kv, low, high, LEFT, RIGHT))
-            if MASK is not None:
-                visible = visible & MASK(b, head, positions[None, :], keys[:, None], seq_kv - seq_q, mask_operands)
         probs, grad = probs_and_grad(
-            products, grad_probs, row_lse[None, :], row_delta[None, :], visible,
-            b, head, positions[None, :], keys[:, None], seq_kv - seq_q, scale, score_operands,
-            MASKED, SCORE, SCORE_GRAD,
+            products, grad_probs, row_lse[None, :], row_delta[None, :],
+            b, head, positions[None, :], keys[:, None], seq_kv - seq_q, scale, score_operands, SCORE, SCORE_GRAD,
         )  # fmt: skip
+        if LEFT or RIGHT or TAIL or MASK is not None:
+            if in_part(place, full_start, full_end, RIGHT and MASK is None):
+                visible = tl.trans(inside(positions, keys, seq_kv, low, high, LEFT, RIGHT))
+                if MASK is not None:
+                    visible = visible & MASK(b, head, positions[None, :], keys[:, None], seq_kv - seq_q, mask_operands)
+                probs, grad = tl.where(visible, probs, 0.0), tl.where(visible, grad, 0.0)
         acc_v = tl.dot(probs.to(d_tile.dtype), d_tile, acc_v, input_precision=PRECISION)
         acc_k = tl.dot(grad.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
     return acc_k, acc_v
@@ -249,19 +241,15 @@ def grad_q(
     start, full_start, full_end, stop = visited_tiles(
         0, keys_kv, row_tile * TILE_Q, last, low, high, tile_map, b, head, row_tile, TILE_KV, LEFT, RIGHT, MASK
     )
-    for run in tl.static_range(3):
-        run_start, run_stop = run_of(run, start, full_start, full_end, stop, tile_map is not None)
-        tiles = None
-        if tile_map is not None:
-            tiles = tile_map[3] if run == 1 else tile_map[1]
-        if run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
-            acc = gather_keys(
-                acc, q_tile, d_tile, row_lse, row_delta, k + k_start + kv_head * k_strides[1],
-                v + v_start + kv_head * v_strides[1], tiles, run_start, run_stop, b, head, positions,
-                rows_q, keys_kv, low, high, scale, score_operands, mask_operands, k_strides[2], v_strides[2],
-                TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, run != 1,
-                SCORE, SCORE_GRAD, MASK, PRECISION,
-            )  # fmt: skip
+    for loop in tl.static_range(2 if TAIL else 1):
+        first_place, stop_place = loop_of(loop, start, stop, TAIL)
+        acc = gather_keys(
+            acc, q_tile, d_tile, row_lse, row_delta, k + k_start + kv_head * k_strides[1],
+            v + v_start + kv_head * v_strides[1], tile_map, first_place, full_start, full_end, stop_place,
+            b, head, positions, rows_q, keys_kv, low, high, scale, score_operands, mask_operands,
+            k_strides[2], v_strides[2], TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, loop == 1,
+            SCORE, SCORE_GRAD, MASK, PRECISION,
+        )  # fmt: skip
     store_tile(
         grad_q + grad_q_start + h * grad_q_strides[1], wide * grad_q_strides[2], valid, acc * scale, HEAD_DIM, BLOCK_D
     )
@@ -269,33 +257,32 @@ def grad_q(
 
 @triton.jit
 def gather_keys(
-    acc, q_tile, d_tile, row_lse, row_delta, k, v, tiles, first_tile, last_tile,
+    acc, q_tile, d_tile, row_lse, row_delta, k, v, tile_map, first_place, full_start, full_end, stop_place,
     b, head, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_row, v_row,
     TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    MASKED: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What KV tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one) add to dQ / scale."""
-    for index in range(first_tile, last_tile):
-        tile = index if tiles is None else tl.load(tiles + index)
-        start = tile * TILE_KV
+    """What the KV tiles that ``visited_tiles`` found add to dQ / scale."""
+    for place in range(first_place, stop_place):
+        start = tile_at(place, tile_map) * TILE_KV
         lanes = tl.arange(0, TILE_KV)
         keys = start + lanes
         present, far = keys < seq_kv, start.to(tl.int64)
-        k_tile = load_tile(k + far * k_row, offsets_of(lanes, k_row, WIDE), present, HEAD_DIM, BLOCK_D, MASKED)
-        v_tile = load_tile(v + far * v_row, offsets_of(lanes, v_row, WIDE), present, HEAD_DIM_V, BLOCK_DV, MASKED)
+        k_tile = load_tile(k + far * k_row, offsets_of(lanes, k_row, WIDE), present, HEAD_DIM, BLOCK_D, TAIL)
+        v_tile = load_tile(v + far * v_row, offsets_of(lanes, v_row, WIDE), present, HEAD_DIM_V, BLOCK_DV, TAIL)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         grad_probs = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)
-        visible = None
-        if MASKED:
-            visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
-            if MASK is not None:
-                visible = visible & MASK(b, head, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
         _, grad = probs_and_grad(
-            products, grad_probs, row_lse, row_delta, visible,
-            b, head, positions[:, None], keys[None, :], seq_kv - seq_q, scale, score_operands,
-            MASKED, SCORE, SCORE_GRAD,
+            products, grad_probs, row_lse, row_delta,
+            b, head, positions[:, None], keys[None, :], seq_kv - seq_q, scale, score_operands, SCORE, SCORE_GRAD,
         )  # fmt: skip
+        if LEFT or RIGHT or TAIL or MASK is not None:
+            if in_part(place, full_start, full_end, LEFT and MASK is None):
+                visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
+                if MASK is not None:
+                    visible = visible & MASK(b, head, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
+                grad = tl.where(visible, grad, 0.0)
         acc = tl.dot(grad.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     return acc
 
@@ -311,87 +298,3 @@ def zero_rows(
             out + head.to(tl.int64) * strides[1], rows * strides[2], rows < total,
             tl.zeros([TILE, BLOCK], dtype=tl.float32), DIM, BLOCK,
         )  # fmt: skip
-
-
-@triton.jit
-def grad_bias(
-    q, k, v, grad_out, lse2, delta, grad, cu_seqlens_q, cu_seqlens_kv, score_operands, mask_operands,
-    q_strides, k_strides, v_strides, grad_out_strides, lse_strides, bias_strides,
-    batch, heads, group, seq_q, seq_kv, tiles_q, tiles_kv, scale, low_bottom, high_bottom, low_top, high_top,
-    TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    SCORE: tl.constexpr, SLOPE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
-    OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_Q: tl.constexpr, OVER_K: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a bias: dS at its place, summed OVER the dimensions that it is broadcast along. One program for
-    each tile of the bias as it is; grid: batch · heads · Q tiles · KV tiles, without those that are summed over.
-    ``grad`` is fp32, (batch or 1, heads or 1, seq_q or 1, seq_kv or 1), contiguous."""
-    program = tl.program_id(0)
-    k_tiles = 1 if OVER_K else tiles_kv
-    q_tiles = 1 if OVER_Q else tiles_q
-    bias_heads = 1 if OVER_H else heads
-    own_k, rest = program % k_tiles, program // k_tiles
-    own_q, rest = rest % q_tiles, rest // q_tiles
-    own_h, own_b = rest % bias_heads, rest // bias_heads
-    acc = tl.zeros([TILE_Q, TILE_KV], dtype=tl.float32)
-    for b_step in range(batch if OVER_B else 1):
-        b = own_b + b_step
-        rows_q, q_start = sequence(b, seq_q, cu_seqlens_q, q_strides[0], q_strides[2])
-        _, grad_start = sequence(b, seq_q, cu_seqlens_q, grad_out_strides[0], grad_out_strides[2])
-        _, lse_start = sequence(b, seq_q, cu_seqlens_q, lse_strides[0], lse_strides[2])
-        keys_kv, k_start = sequence(b, seq_kv, cu_seqlens_kv, k_strides[0], k_strides[2])
-        _, v_start = sequence(b, seq_kv, cu_seqlens_kv, v_strides[0], v_strides[2])
-        low, high = diagonals(rows_q, keys_kv, low_bottom, high_bottom, low_top, high_top)
-        for h_step in range(heads if OVER_H else 1):
-            head = own_h + h_step
-            h, kv_head = head.to(tl.int64), (head // group).to(tl.int64)
-            for q_step in range(tiles_q if OVER_Q else 1):
-                tile_q = own_q + q_step
-                positions = tile_q * TILE_Q + tl.arange(0, TILE_Q)
-                valid, wide = positions < rows_q, positions.to(tl.int64)
-                q_tile = load_tile(q + q_start + h * q_strides[1], wide * q_strides[2], valid, HEAD_DIM, BLOCK_D, True)
-                d_tile = load_tile(
-                    grad_out + grad_start + h * grad_out_strides[1], wide * grad_out_strides[2], valid,
-                    HEAD_DIM_V, BLOCK_DV, True,
-                )  # fmt: skip
-                rows = lse_start + h * lse_strides[1] + wide * lse_strides[2]
-                row_lse = tl.load(lse2 + rows, mask=valid, other=float("inf"))[:, None]
-                row_delta = tl.load(delta + rows, mask=valid, other=0.0)[:, None]
-                last = tl.minimum(tile_q * TILE_Q + TILE_Q, rows_q) - 1
-                start, _, _, stop = tile_ranges(0, keys_kv, tile_q * TILE_Q, last, low, high, TILE_KV, LEFT, RIGHT)
-                if not OVER_K:
-                    start, stop = tl.maximum(start, own_k), tl.minimum(stop, own_k + 1)
-                for tile in range(start, stop):
-                    keys = tile * TILE_KV + tl.arange(0, TILE_KV)
-                    present, far = keys < keys_kv, keys.to(tl.int64)
-                    k_tile = load_tile(
-                        k + k_start + kv_head * k_strides[1], far * k_strides[2], present, HEAD_DIM, BLOCK_D, True
-                    )
-                    v_tile = load_tile(
-                        v + v_start + kv_head * v_strides[1], far * v_strides[2], present, HEAD_DIM_V, BLOCK_DV, True
-                    )
-                    visible = inside(positions, keys, keys_kv, low, high, LEFT, RIGHT)
-                    at_q, at_k = positions[:, None], keys[None, :]
-                    if MASK is not None:
-                        visible = visible & MASK(b, head, at_q, at_k, keys_kv - rows_q, mask_operands)
-                    products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-                    grad_probs = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)
-                    _probs, grad_scores = probs_and_grad(
-                        products, grad_probs, row_lse, row_delta, visible, b, head, at_q, at_k, keys_kv - rows_q, scale,
-                        score_operands, True, SCORE, SLOPE,
-                    )  # fmt: skip
-                    acc += grad_scores
-    b_at = 0 if OVER_B else own_b.to(tl.int64) * bias_strides[0]
-    h_at = 0 if OVER_H else own_h.to(tl.int64) * bias_strides[1]
-    at_q = own_q * TILE_Q + tl.arange(0, TILE_Q)
-    at_k = own_k * TILE_KV + tl.arange(0, TILE_KV)
-    base = grad + b_at + h_at
-    if OVER_Q and OVER_K:
-        tl.store(base, tl.sum(acc))
-    elif OVER_Q:
-        tl.store(base + at_k, tl.sum(acc, 0), mask=at_k < seq_kv)
-    elif OVER_K:
-        tl.store(base + at_q, tl.sum(acc, 1), mask=at_q < seq_q)
-    else:
-        places = base + at_q.to(tl.int64)[:, None] * bias_strides[2] + at_k[None, :]
-        tl.store(places, acc, mask=(at_q < seq_q)[:, None] & (at_k < seq_kv)[None, :])

@@ -13,7 +13,7 @@ from attnworks.backends import Launcher
 from attnworks.backends.triton import parts
 from attnworks.backends.triton.forward import combine, forward
 from attnworks.backends.triton.launch import Launch
-from attnworks.backends.triton.plans import block, register_limit
+from attnworks.backends.triton.plans import GROUPED, block, columns, register_limit
 from attnworks.backends.triton.user_code import jit
 from attnworks.expressions.derivatives import derivative
 from attnworks.expressions.source import operand_facts
@@ -62,9 +62,9 @@ class Modifiers:
 
 
 def map_arguments(found: tilemap.TileMap) -> tuple[Any, ...]:
-    """The lists of a tile map, and how many of its rows lie between batches and between heads (0 if they share)."""
-    lists = (found.partial.offsets, found.partial.tiles, found.full.offsets, found.full.tiles)
-    return (*lists, found.tiles_q * found.heads if found.batch > 1 else 0, found.tiles_q if found.heads > 1 else 0)
+    """The list of a tile map, and how many of its rows lie between batches and between heads (0 if they share)."""
+    by_batch, by_head = found.tiles_q * found.heads, found.tiles_q
+    return (*found.visited, by_batch if found.batch > 1 else 0, by_head if found.heads > 1 else 0)
 
 
 def bounds(problem: Problem) -> dict[str, Any]:
@@ -83,9 +83,9 @@ def bounds(problem: Problem) -> dict[str, Any]:
 
 
 def dims(p: Problem) -> dict[str, int]:
+    first, _ = columns(p.head_dim)
     return {
-        "HEAD_DIM": p.head_dim, "HEAD_DIM_V": p.head_dim_v,
-        "BLOCK_D": block(p.head_dim), "BLOCK_DV": block(p.head_dim_v),
+        "HEAD_DIM": first, "HEAD_DIM_V": p.head_dim_v, "BLOCK_D": block(first), "BLOCK_DV": block(p.head_dim_v),
     }  # fmt: skip
 
 
@@ -99,7 +99,7 @@ PRECISION = "ieee"
 
 
 def prepare(problem: Problem, plan: Plan) -> Launcher:
-    p, grouped = problem, plan.schedule == "split_kv"
+    p, grouped = problem, plan.schedule in GROUPED
     modifiers = Modifiers(p, grouped)
     heads = p.heads_kv if grouped else p.heads_q
     rows = p.seq_q * p.group if grouped else p.seq_q
@@ -111,6 +111,7 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
     out_shape, lse_shape = p.result_shapes()
     out_strides, lse_strides = p.result_strides()
     out_size, lse_size = math.prod(out_shape), math.prod(lse_shape)
+    _, rest = columns(p.head_dim)
     edges = bounds(p)
     folded = modifiers.score is None and p.scale > 0 and p.kv_dtype is None
     even = p.form == "dense" and p.seq_kv % plan.tile_kv == 0
@@ -124,6 +125,7 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
         "WIDE": far_apart(plan.tile_kv, p.k_strides, p.v_strides),
         "EQUAL_ROWS": p.k_strides[2] == p.v_strides[2], "TAIL": not even, "SPLITS": splits > 1, "FOLDED": folded,
         "SCORE": modifiers.score, "MASK": modifiers.mask, "PRECISION": PRECISION,
+        "REST": rest, "BLOCK_REST": block(rest) if rest else 0,
     }  # fmt: skip
     launch = Launch(
         forward, (row_tiles * heads * sequences, splits), fixed, num_warps=plan.warps, num_stages=plan.stages,

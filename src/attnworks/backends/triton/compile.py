@@ -66,15 +66,8 @@ def compile_plan(target: GPUTarget, problem: Problem, plan: Plan) -> list[tuple[
 
     if any(term.operand for term in problem.scores) or not all(isinstance(term, Bounds) for term in problem.mask):
         raise ValueError("problem: has masks or scores with operands, must have closed bounds and constants only")
-    meta = replace(problem, device="meta")
-    shapes = (
-        (problem.seq_q, problem.heads_q, problem.head_dim),
-        (problem.seq_kv, problem.heads_kv, problem.head_dim),
-        (problem.seq_kv, problem.heads_kv, problem.head_dim_v),
-    )
-    q, k, v = (torch.empty(problem.batch, *shape, dtype=problem.dtype, device="meta") for shape in shapes)
     NOTED.clear()
-    prepare(meta, plan)(Operands(q, k, v))
+    prepare(replace(problem, device="meta"), plan)(_operands(problem))
     noted = list(NOTED)
     NOTED.clear()
     found = []
@@ -83,6 +76,25 @@ def compile_plan(target: GPUTarget, problem: Problem, plan: Plan) -> list[tuple[
         arguments = dict(zip(names, tensors, strict=True)) | launch.fixed
         found.append((launch.kernel.__name__, compile_for(target, launch.kernel, arguments, **launch.options)))
     return found
+
+
+def _operands(p: Problem) -> Operands:
+    """Tensors without memory, as many and of such dtypes as a call of the problem has."""
+
+    def of(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    offsets = lens = table = scale = None
+    if p.form == "varlen":
+        offsets = of(p.batch + 1)
+    if p.form == "decode":
+        lens = of(p.batch)
+        table = of(p.batch, p.seq_kv // p.page_size) if p.page_size else None
+        scale = of(p.heads_kv, dtype=torch.float32) if p.kv_dtype else None
+    kv_dtype = p.kv_dtype or p.dtype
+    # Nothing is read but the dtype: strides are the Problem's.
+    q, k, v = of(1, dtype=p.dtype), of(1, dtype=kv_dtype), of(1, dtype=kv_dtype)
+    return Operands(q, k, v, (), (), offsets, offsets, lens, table, scale, scale)
 
 
 def _registers(ptx: str, target: GPUTarget) -> tuple[int | None, int | None]:

@@ -6,7 +6,8 @@ One program owns TILE_Q query rows and walks over the KV tiles they see:
            → add the sink → normalise → store O and LSE
 
 Tiles that the mask hides are never visited; only tiles seen in part are masked. Where few queries share a KV head
-(decode), the query heads of its group become rows of one tile (GROUPED), so that K and V are read once for all of them.
+(decode, short prefills), the query heads of its group become rows of one tile (GROUPED), so that K and V are read once
+for all of them.
 With SPLITS the keys are shared out among programs, and ``combine`` merges their partial results by their LSE.
 """
 
@@ -17,12 +18,14 @@ from attnworks.backends.triton.parts import (
     LN2,
     LOG2E,
     diagonals,
+    in_part,
     inside,
     load_tile,
+    loop_of,
     offsets_of,
-    run_of,
     sequence,
     store_tile,
+    tile_at,
     visited_tiles,
 )
 
@@ -37,12 +40,13 @@ def forward(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, GROUPED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
     EQUAL_ROWS: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
-    SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of one tile of rows. Grid: (row tiles · heads · batch, splits); packed sequences have one batch entry
     more, for the rows after the last sequence. ``heads``: of KV if GROUPED, else of Q. Strides are (batch, head, row).
     EQUAL_ROWS: rows of K and V are equally far apart. ``scale`` multiplies Q Kᵀ; if FOLDED it is > 0 and there are no
-    score modifiers. Without TAIL the keys end on a tile's edge."""
+    score modifiers. Without TAIL the keys end on a tile's edge. REST: columns of Q and K beyond the first HEAD_DIM, for
+    all of which one power of two would be too wide."""
     row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
     program = tl.program_id(0)
     # Later rows see more keys under a causal mask: they go first, so that no long task is left for the end.
@@ -51,10 +55,18 @@ def forward(
     b = program // row_tiles // heads
     if cu_seqlens_q is not None:
         if b == batch:
-            _empty_rows(
-                out, lse, tl.load(cu_seqlens_q + batch), total_q, row_tile, row_tiles, head, out_strides, lse_strides,
-                TILE_Q, HEAD_DIM_V, BLOCK_DV,
-            )  # fmt: skip
+            first = tl.load(cu_seqlens_q + batch)
+            if GROUPED:
+                for member in range(group):
+                    _empty_rows(
+                        out, lse, first, total_q, row_tile, row_tiles, head * group + member, out_strides, lse_strides,
+                        TILE_Q, HEAD_DIM_V, BLOCK_DV,
+                    )  # fmt: skip
+            else:
+                _empty_rows(
+                    out, lse, first, total_q, row_tile, row_tiles, head, out_strides, lse_strides,
+                    TILE_Q, HEAD_DIM_V, BLOCK_DV,
+                )  # fmt: skip
             return
 
     rows_q, q_start = sequence(b, seq_q, cu_seqlens_q, q_strides[0], q_strides[2])
@@ -80,6 +92,9 @@ def forward(
     heads_wide = heads_q.to(tl.int64)
     q_offsets = positions.to(tl.int64) * q_strides[2] + heads_wide * q_strides[1]
     q_tile = load_tile(q + q_start, q_offsets, valid, HEAD_DIM, BLOCK_D, True)
+    q_rest = None
+    if REST:
+        q_rest = load_tile(q + q_start + HEAD_DIM, q_offsets, valid, REST, BLOCK_REST, True)
     k_head = k + k_start + kv_head.to(tl.int64) * k_strides[1]
     v_head = v + v_start + kv_head.to(tl.int64) * v_strides[1]
     factor = scale if k_scale is None else scale * tl.load(k_scale + kv_head)
@@ -98,19 +113,15 @@ def forward(
     start, full_start, full_end, stop = visited_tiles(
         begin, end, first_position, last_position, low, high, tile_map, b, head, row_tile, TILE_KV, LEFT, RIGHT, MASK
     )
-    # Three runs over tiles: seen in part at the window's left edge, seen whole, seen in part at the right edge.
-    for run in tl.static_range(3):
-        run_start, run_stop = run_of(run, start, full_start, full_end, stop, tile_map is not None)
-        tiles = None
-        if tile_map is not None:
-            tiles = tile_map[3] if run == 1 else tile_map[1]
-        if run == 1 or (run == 0 and LEFT and MASK is None) or (run == 2 and (RIGHT or TAIL or MASK is not None)):
-            acc, running_sum, running_max = attend(
-                acc, running_sum, running_max, q_tile, k_head, v_head, table, tiles, run_start, run_stop,
-                b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
-                k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS,
-                LEFT, RIGHT, run != 1, FOLDED, SCORE, MASK, PRECISION,
-            )  # fmt: skip
+    for loop in tl.static_range(2 if TAIL else 1):
+        first_place, stop_place = loop_of(loop, start, stop, TAIL)
+        acc, running_sum, running_max = attend(
+            acc, running_sum, running_max, q_tile, k_head, v_head, table, tile_map,
+            first_place, full_start, full_end, stop_place,
+            b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
+            k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS,
+            LEFT, RIGHT, loop == 1, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
+        )  # fmt: skip
 
     if sink is not None and not SPLITS:
         acc, running_sum, running_max = add_sink(acc, running_sum, running_max, sink, heads_q, valid)
@@ -128,19 +139,20 @@ def forward(
 
 @triton.jit
 def attend(
-    acc, running_sum, running_max, q, k_head, v_head, table, tiles, first_tile, last_tile,
+    acc, running_sum, running_max, q, k_head, v_head, table, tile_map, first_place, full_start, full_end, stop_place,
     b, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides, v_strides,
     TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASKED: tl.constexpr, FOLDED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over KV tiles first_tile to last_tile - 1 (of the list ``tiles``, if there is one)."""
+    """The online softmax over the KV tiles that ``visited_tiles`` found, from first_place to stop_place - 1. Those seen
+    whole and in part go through one loop: a second would have to fill its pipeline anew."""
     k_row = k_strides[2]
     v_row = k_row if EQUAL_ROWS else v_strides[2]  # one set of offsets for both saves registers
-    for index in range(first_tile, last_tile):
-        tile = index if tiles is None else tl.load(tiles + index)
-        start = tile * TILE_KV
+    for place in range(first_place, stop_place):
+        start = tile_at(place, tile_map) * TILE_KV
         lanes = tl.arange(0, TILE_KV)
         keys = start + lanes
         present = keys < seq_kv
@@ -159,8 +171,11 @@ def attend(
                 k_tile, v_tile = k_head, v_head
                 k_offsets = pages * k_strides[0] + (keys % PAGE).to(tl.int64) * k_row
                 v_offsets = pages * v_strides[0] + (keys % PAGE).to(tl.int64) * v_row
-        k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, MASKED).to(q.dtype)
+        k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, TAIL).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if REST:
+            k_rest = load_tile(k_tile + HEAD_DIM, k_offsets, present, REST, BLOCK_REST, TAIL).to(q.dtype)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
         if not FOLDED:
             scores = scores * scale
             if SCORE is not None:
@@ -168,11 +183,12 @@ def attend(
                     tl.float32
                 )
             scores = scores * LOG2E
-        if MASKED:
-            visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
-            if MASK is not None:
-                visible = visible & MASK(b, heads, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
-            scores = tl.where(visible, scores, -float("inf"))
+        if LEFT or RIGHT or TAIL or MASK is not None:
+            if in_part(place, full_start, full_end, LEFT and MASK is None):
+                visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
+                if MASK is not None:
+                    visible = visible & MASK(b, heads, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
+                scores = tl.where(visible, scores, -float("inf"))
         # Folded, the scale is one more factor in the exponential's argument, which a fused multiply-add takes along.
         factor = scale * LOG2E if FOLDED else 1.0
         new_max = tl.maximum(running_max, tl.max(scores, 1) * factor)
@@ -181,7 +197,7 @@ def attend(
         alpha = tl.math.exp2(running_max - shift)
         running_sum = running_sum * alpha + tl.sum(probs, 1)
         running_max = new_max
-        v = load_tile(v_tile, v_offsets, present, HEAD_DIM_V, BLOCK_DV, MASKED).to(q.dtype)
+        v = load_tile(v_tile, v_offsets, present, HEAD_DIM_V, BLOCK_DV, TAIL).to(q.dtype)
         acc = tl.dot(probs.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, running_sum, running_max
 

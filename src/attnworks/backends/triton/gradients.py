@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnworks.backends import BackwardLauncher, Gradients, Needs
-from attnworks.backends.triton.backward import grad_bias, grad_kv, grad_q, row_delta
+from attnworks.backends.triton.backward import grad_kv, grad_q, row_delta
 from attnworks.backends.triton.calls import (
     PRECISION,
     Modifiers,
@@ -18,6 +18,7 @@ from attnworks.backends.triton.calls import (
     far_apart,
     map_arguments,
 )
+from attnworks.backends.triton.grad_bias import grad_bias
 from attnworks.backends.triton.launch import Launch
 from attnworks.backends.triton.plans import BackwardTiles, backward_tiles, block
 from attnworks.backends.triton.user_code import jit

@@ -18,11 +18,12 @@ from attnworks.backends.triton.parts import (
     LN2,
     LOG2E,
     diagonals,
+    in_part,
     inside,
     load_tile,
     offsets_of,
-    run_of,
     store_tile,
+    tile_at,
     visited_tiles,
 )
 
@@ -72,18 +73,12 @@ def kv_outer(
         start, full_start, full_end, stop = visited_tiles(
             0, seq_q, kv_tile * TILE_KV, last_key, -high, -low, tile_map, b, head, kv_tile, TILE_Q, RIGHT, LEFT, MASK
         )
-        for run in tl.static_range(3):
-            run_start, run_stop = run_of(run, start, full_start, full_end, stop, tile_map is not None)
-            tiles = None
-            if tile_map is not None:
-                tiles = tile_map[3] if run == 1 else tile_map[1]
-            if run == 1 or (run == 0 and RIGHT and MASK is None) or (run == 2 and (LEFT or TAIL_Q or MASK is not None)):
-                visit(
-                    q_head, k_tile, v_tile, acc, running_max, running_sum, tiles, run_start, run_stop,
-                    b, head, keys, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, q_strides[2],
-                    TILE_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, run != 1, TAIL_KV,
-                    SCORE, MASK, PRECISION,
-                )  # fmt: skip
+        visit(
+            q_head, k_tile, v_tile, acc, running_max, running_sum, tile_map, start, full_start, full_end, stop,
+            b, head, keys, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, q_strides[2],
+            TILE_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, TAIL_Q, TAIL_KV,
+            SCORE, MASK, PRECISION,
+        )  # fmt: skip
         tl.debug_barrier()
 
     for tile in range(q_tiles):
@@ -99,31 +94,32 @@ def kv_outer(
 
 @triton.jit
 def visit(
-    q_head, k, v, acc, running_max, running_sum, tiles, first_tile, last_tile,
+    q_head, k, v, acc, running_max, running_sum, tile_map, first_place, full_start, full_end, stop_place,
     b, head, keys, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, q_row,
     TILE_Q: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    MASKED: tl.constexpr, TAIL_KV: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL_Q: tl.constexpr, TAIL_KV: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One KV tile added to the state of Q tiles first_tile to last_tile - 1 (of the list ``tiles``, if any)."""
-    for index in range(first_tile, last_tile):
-        tile = index if tiles is None else tl.load(tiles + index)
+    """One KV tile added to the state of the Q tiles that ``visited_tiles`` found."""
+    for place in range(first_place, stop_place):
+        tile = tile_at(place, tile_map)
         start = tile * TILE_Q
         lanes = tl.arange(0, TILE_Q)
         positions = start + lanes
         q_tile = q_head + start.to(tl.int64) * q_row
-        q = load_tile(q_tile, offsets_of(lanes, q_row, WIDE), positions < seq_q, HEAD_DIM, BLOCK_D, MASKED)
+        q = load_tile(q_tile, offsets_of(lanes, q_row, WIDE), positions < seq_q, HEAD_DIM, BLOCK_D, TAIL_Q)
         o, m, total = restore(acc, running_max, running_sum, tile, seq_q, TILE_Q, HEAD_DIM_V, BLOCK_DV)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
         if SCORE is not None:
             scores = SCORE(scores, b, head, positions[:, None], keys[None, :], seq_kv - seq_q, score_operands)
         scores = scores.to(tl.float32) * LOG2E
-        if MASKED:
-            visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
-            if MASK is not None:
-                visible = visible & MASK(b, head, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
-            scores = tl.where(visible, scores, -float("inf"))
-        elif TAIL_KV:
+        if LEFT or RIGHT or MASK is not None:
+            if in_part(place, full_start, full_end, RIGHT and MASK is None):
+                visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
+                if MASK is not None:
+                    visible = visible & MASK(b, head, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
+                scores = tl.where(visible, scores, -float("inf"))
+        if TAIL_KV:
             scores = tl.where((keys < seq_kv)[None, :], scores, -float("inf"))
         new_max = tl.maximum(m, tl.max(scores, 1))
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key seen yet: nothing to subtract

@@ -59,43 +59,41 @@ def tile_ranges(begin, end, first, last, low, high, TILE: tl.constexpr, LEFT: tl
 
 
 @triton.jit
-def listed(tile_map, b, head, tile):
-    """(full_start, full_end, start, stop): where the full and the partial tiles of a tile's row lie in the lists of
-    ``tile_map``: offsets and tiles of the partial ones, offsets and tiles of the full ones, rows for each batch and
-    head."""
-    row = b * tile_map[4] + head * tile_map[5] + tile
-    start, stop = tl.load(tile_map[0] + row), tl.load(tile_map[0] + row + 1)
-    return tl.load(tile_map[2] + row), tl.load(tile_map[2] + row + 1), start, stop
-
-
-@triton.jit
 def visited_tiles(
     begin, end, first, last, low, high, tile_map, b, head, tile,
     TILE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """``tile_ranges``, or where there is a MASK what it leaves of them: as its tile map says, the full tiles' and the
-    partial tiles' places in the map's lists; without a map all of it in part."""
+    """(start, full_start, full_end, stop): ``tile_ranges``, or where there is a MASK what it leaves of them. With a
+    tile map those are places in its list, of which each row's tiles seen whole come first (``tile_at``); without one
+    every tile may be seen in part."""
     start, full_start, full_end, stop = tile_ranges(begin, end, first, last, low, high, TILE, LEFT, RIGHT)
     if MASK is not None:
         full_start, full_end = start, start
         if tile_map is not None:
-            full_start, full_end, start, stop = listed(tile_map, b, head, tile)
+            row = b * tile_map[3] + head * tile_map[4] + tile
+            start, full_end = tl.load(tile_map[0] + row), tl.load(tile_map[1] + row)
+            full_start, stop = start, tl.load(tile_map[0] + row + 1)
     return start, full_start, full_end, stop
 
 
 @triton.jit
-def run_of(run: tl.constexpr, start, full_start, full_end, stop, MAPPED: tl.constexpr):
-    """(first, last) of one of the three runs over what ``visited_tiles`` gave: 0 the tiles seen in part at the left
-    edge, 1 those seen whole, 2 those in part at the right edge. With a tile map runs 1 and 2 go through its lists."""
-    if run == 1:
-        first, last = full_start, full_end
-    elif run == 0:
-        first, last = start, full_start
-    elif MAPPED:
-        first, last = start, stop
-    else:
-        first, last = full_end, stop
-    return first, last
+def tile_at(place, tile_map):
+    """The tile at a place between ``start`` and ``stop`` of ``visited_tiles``."""
+    return place if tile_map is None else tl.load(tile_map[2] + place)
+
+
+@triton.jit
+def loop_of(loop: tl.constexpr, start, stop, TAIL: tl.constexpr):
+    """(first, last) place of one of two loops: 0 the tiles that are loaded without asking which of their rows there
+    are, 1 with TAIL the last of them, which may reach past the end."""
+    inner = tl.maximum(stop - 1, start) if TAIL else stop
+    return (start, inner) if loop == 0 else (inner, stop)
+
+
+@triton.jit
+def in_part(place, full_start, full_end, LEFT: tl.constexpr):
+    """Whether the tile at ``place`` is seen in part only. LEFT: some before the full ones may be."""
+    return (place < full_start) | (place >= full_end) if LEFT else place >= full_end
 
 
 @triton.jit

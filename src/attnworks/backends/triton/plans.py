@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from attnworks.hardware import Hardware
+from attnworks.masks import Bounds
 from attnworks.plan import Plan
 from attnworks.problem import Problem
 
@@ -15,12 +16,15 @@ NAME = "triton"
 
 # Schedules kept for comparison: standard attention and FlashAttention-1; "q_outer" is FlashAttention-2's.
 OLDER = ("standard", "kv_outer")
-SCHEDULES = ("q_outer", "split_kv", *OLDER)
+# FlashAttention-2's with the query heads of a group as rows of one tile; "split_kv" also shares the keys out.
+GROUPED = ("grouped", "split_kv")
+SCHEDULES = ("q_outer", *GROUPED, *OLDER)
 
 # Query rows for each KV head up to which reading the keys bounds the time: the heads of a group become rows of one
 # tile, and programs share the keys out among them.
 GROUPED_MAX_ROWS = 64
 SPLIT_MIN_KEYS = 512
+MAX_BLOCK = 512
 MAX_SPLITS = 128
 
 # Programs for each multiprocessor that a split should leave: two run at a time, and a few rounds even out.
@@ -32,6 +36,18 @@ def block(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def columns(head_dim: int) -> tuple[int, int]:
+    """How many columns of Q and K are held in one block, and how many in a second: MLA's 576 as 512 and 64."""
+    first = min(head_dim, MAX_BLOCK)
+    return first, head_dim - first
+
+
+def padded(head_dim: int) -> int:
+    """The columns of Q and K as they lie on chip."""
+    first, rest = columns(head_dim)
+    return block(first) + (block(rest) if rest else 0)
+
+
 def few_rows(problem: Problem) -> bool:
     """Whether the query heads of a group become rows of one tile."""
     rows = problem.seq_q * problem.group
@@ -41,10 +57,29 @@ def few_rows(problem: Problem) -> bool:
 
 
 def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
-    """Forward plans, the preferred one first."""
+    """Forward plans that fit the card's shared memory, the preferred one first; none where none fits."""
+    listed = possible(problem, hardware)
+    limit = hardware.block_bytes
+    return [plan for plan in listed if limit is None or shared_bytes(problem, plan) <= limit]
+
+
+def possible(problem: Problem, hardware: Hardware) -> list[Plan]:
+    """Forward plans whatever shared memory they take, the last one the least."""
     if few_rows(problem):
-        return [_split_plan(problem, hardware)]
-    return [Plan(NAME, "q_outer", tile_q, tile_kv, warps=w, stages=s) for tile_q, tile_kv, w, s in _tiles(problem)]
+        return _split_plans(problem, hardware)
+    return [
+        Plan(NAME, "grouped" if packs_heads(problem, tile_q) else "q_outer", tile_q, tile_kv, warps=w, stages=s)
+        for tile_q, tile_kv, w, s in _tiles(problem)
+    ]
+
+
+def packs_heads(problem: Problem, tile_q: int) -> bool:
+    """Whether short sequences fill tiles so badly that the query heads of a group, as rows of one tile, take at most
+    three quarters as many. A mask by tiles has a map for each head, or would be evaluated in every tile."""
+    p = problem
+    rows = math.ceil(p.total_q / max(p.batch, 1)) if p.form == "varlen" else p.seq_q
+    together, alone = math.ceil(rows * p.group / tile_q), p.group * math.ceil(rows / tile_q)
+    return 4 * together <= 3 * alone and all(isinstance(term, Bounds) for term in p.mask) and alone > 0
 
 
 def _tiles(problem: Problem) -> list[tuple[int, int, int, int]]:
@@ -54,14 +89,14 @@ def _tiles(problem: Problem) -> list[tuple[int, int, int, int]]:
     not. Two such programs share a multiprocessor, so that one's softmax runs beside the other's products; of 128 x 128
     with 8 warps there is one at a time. Tile pairs that need more registers than there are (255 a thread) spill.
     """
-    width = max(block(problem.head_dim), block(problem.head_dim_v))
+    width = max(padded(problem.head_dim), block(problem.head_dim_v))
     if problem.dtype == torch.float32:  # products without tensor cores, whose operands live in registers
-        return [(32, 32, 4, 2)] if width <= 128 else [(16, 32, 4, 1)]
+        return [(32, 32, 4, 2)] if width <= 128 else [(16, 32, 4, 1), (16, 16, 4, 1)]
     if width <= 128:
-        return [(64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2)]
+        return [(64, 64, 4, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 2)]
     if width <= 256:
         return [(64, 64, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2)]
-    return [(32, 32, 8, 1), (16, 32, 8, 1)]
+    return [(32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)]
 
 
 def register_limit(problem: Problem, plan: Plan) -> dict[str, int]:
@@ -91,18 +126,31 @@ def generation(problem: Problem, schedule: str) -> Plan:
     return Plan(NAME, schedule, 64, 128, warps=8, stages=2)
 
 
-def _split_plan(problem: Problem, hardware: Hardware) -> Plan:
+def _split_plans(problem: Problem, hardware: Hardware) -> list[Plan]:
     """A tile of all rows of a KV head, and as many keys to a program as leave the card full."""
     rows = max(problem.seq_q * problem.group, 1)
-    tile_q = min(max(16, 1 << (rows - 1).bit_length()), 64)
-    width = max(block(problem.head_dim), block(problem.head_dim_v))
-    wide = problem.dtype == torch.float32 or width > 256
-    tile_kv = 32 if wide else 64
-    programs = max(problem.batch * problem.heads_kv * math.ceil(rows / tile_q), 1)
-    wanted = max(1, SPLIT_PROGRAMS_PER_UNIT * max(hardware.units, 1) // programs)
-    splits = min(wanted, MAX_SPLITS, math.ceil(problem.seq_kv / SPLIT_MIN_KEYS))
-    split_kv = math.ceil(math.ceil(problem.seq_kv / max(splits, 1)) / tile_kv) * tile_kv
-    return Plan(NAME, "split_kv", tile_q, tile_kv, max(split_kv, tile_kv), warps=4, stages=1 if wide else 3)
+    found = []
+    for most_rows, tile_kv, stages in _split_tiles(problem):
+        tile_q = min(max(16, 1 << (rows - 1).bit_length()), most_rows)
+        # Of wide heads O alone takes 256 registers a thread in four warps.
+        warps = 8 if tile_q > 16 and block(problem.head_dim_v) > 256 and problem.dtype != torch.float32 else 4
+        programs = max(problem.batch * problem.heads_kv * math.ceil(rows / tile_q), 1)
+        wanted = max(1, SPLIT_PROGRAMS_PER_UNIT * max(hardware.units, 1) // programs)
+        splits = min(wanted, MAX_SPLITS, math.ceil(problem.seq_kv / SPLIT_MIN_KEYS))
+        split_kv = math.ceil(math.ceil(problem.seq_kv / max(splits, 1)) / tile_kv) * tile_kv
+        found.append(
+            Plan(NAME, "split_kv", tile_q, tile_kv, max(split_kv, tile_kv), warps=warps, stages=stages),
+        )
+    return found
+
+
+def _split_tiles(problem: Problem) -> list[tuple[int, int, int]]:
+    """(most rows, tile_kv, stages), the preferred one first."""
+    if problem.dtype == torch.float32:
+        return [(64, 32, 1), (16, 32, 1), (16, 16, 1)]
+    if max(padded(problem.head_dim), block(problem.head_dim_v)) > 256:
+        return [(64, 32, 2), (64, 32, 1), (16, 32, 1), (16, 16, 1)]
+    return [(64, 64, 3), (64, 64, 2), (64, 32, 2), (64, 32, 1), (16, 32, 1)]
 
 
 @dataclass(frozen=True)
@@ -147,22 +195,24 @@ def check(problem: Problem, plan: Plan) -> None:
     if plan.stages < 1:
         raise ValueError(f"plan stages: was {plan.stages}, must be >= 1")
     if plan.schedule != "split_kv":
-        if problem.form == "decode":
-            raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'split_kv' for a cache")
+        if problem.form == "decode" and plan.schedule != "grouped":
+            raise ValueError(f"plan schedule: was {plan.schedule!r}, must be one of {GROUPED} for a cache")
         if plan.split_kv:
             raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule {plan.schedule!r}")
         if plan.schedule in OLDER:
             _check_older(problem, plan)
     else:
         if problem.form == "varlen":
-            raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' for packed sequences")
+            raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' or 'grouped' for packed sequences")
         if plan.split_kv < 1 or plan.split_kv % plan.tile_kv:
             raise ValueError(f"plan split_kv: was {plan.split_kv}, must be a multiple of tile_kv = {plan.tile_kv}")
 
 
 def _check_older(problem: Problem, plan: Plan) -> None:
+    if problem.head_dim > MAX_BLOCK:
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' for head_dim {problem.head_dim}")
     if problem.form == "varlen":
-        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' for packed sequences")
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' or 'grouped' for packed sequences")
     if problem.differentiable:
         raise ValueError(
             f"plan schedule: was {plan.schedule!r}, must be 'q_outer' where an input requires grad: only that has a "
@@ -171,9 +221,20 @@ def _check_older(problem: Problem, plan: Plan) -> None:
 
 
 def shared_bytes(problem: Problem, plan: Plan) -> int:
-    """Shared memory of a program: a tile of Q, and ``stages`` tiles of K and V."""
-    size = problem.element_size
-    d, d_v = block(problem.head_dim), block(problem.head_dim_v)
+    """Shared memory of a program: a tile of Q, and ``stages`` tiles of K and V; of 8-bit ones also one of each in the
+    products' own dtype."""
+    size, kv_size = problem.element_size, (problem.kv_dtype or problem.dtype).itemsize
+    d, d_v = padded(problem.head_dim), block(problem.head_dim_v)
+    widened = size if kv_size < size else 0
+    return plan.tile_q * d * size + plan.tile_kv * (d + d_v) * (plan.stages * kv_size + widened)
+
+
+def why_none_fits(problem: Problem, hardware: Hardware) -> str:
+    """In numbers; "" where a plan fits the card."""
+    if candidates(problem, hardware):
+        return ""
+    least = min(shared_bytes(problem, plan) for plan in possible(problem, hardware))
     return (
-        plan.tile_q * d * size + plan.stages * plan.tile_kv * (d + d_v) * (problem.kv_dtype or problem.dtype).itemsize
+        f"head_dim {problem.head_dim}, head_dim_v {problem.head_dim_v}, {problem.dtype}: a program takes at least "
+        f"{least} bytes of shared memory, the card has {hardware.block_bytes}"
     )

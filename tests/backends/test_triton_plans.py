@@ -1,0 +1,58 @@
+"""The Triton backend's tables of tiles, held against the cards of machines/*.toml; nothing is compiled."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnworks import masks
+from attnworks.backends import triton
+from attnworks.backends.triton import plans
+from attnworks.hardware import load
+from attnworks.problem import Problem
+
+CARDS = ("a100-sxm-40gb", "l4", "rtx-3090", "rtx-4090", "rtx-5090", "h100-sxm", "h200-sxm", "b200")
+DIMS = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
+PREFILL = Problem(
+    "dense", 2, 8, 8, 1024, 1024, 64, 64, torch.bfloat16, "cuda:0", 0.125, (1, 1, 1), (1, 1, 1), (1, 1, 1)
+)
+DECODE = replace(PREFILL, form="decode", layout="bshd", heads_q=128, heads_kv=1, seq_q=1, seq_kv=8192)
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("problem", [PREFILL, DECODE], ids=["prefill", "decode"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_plan_fits_every_card_or_the_verdict_says_in_numbers_why_none_does(card, problem, dtype):
+    hardware = load(card)
+    for dim, dim_v in DIMS:
+        posed = replace(problem, dtype=dtype, head_dim=dim, head_dim_v=dim_v)
+        verdict = triton.verdict(posed, hardware)
+        if not verdict.supported:
+            assert (dim, dtype) == (576, torch.float32)
+            assert f"the card has {hardware.block_bytes}" in verdict.reasons[0]
+            continue
+        [plan] = triton.candidates(posed, hardware)
+        triton.check_plan(posed, plan)
+        assert triton.resources(posed, plan)["shared"] <= hardware.block_bytes
+
+
+def test_the_h200_runs_all_of_mla():
+    for problem in (PREFILL, DECODE, replace(DECODE, page_size=64), replace(DECODE, kv_dtype=torch.float8_e4m3fn)):
+        assert triton.verdict(replace(problem, head_dim=576, head_dim_v=512), load("h200-sxm")).supported
+    wider = triton.verdict(replace(PREFILL, head_dim=577), load("h200-sxm"))
+    assert wider.reasons == ("head_dim 577 (at most 576)",)
+
+
+@pytest.mark.parametrize(("seq_q", "group", "expected"), [(16, 8, True), (64, 8, False), (65, 8, True), (16, 1, False)])
+def test_heads_of_a_group_are_packed_where_that_saves_a_quarter_of_the_tiles(seq_q, group, expected):
+    problem = replace(PREFILL, seq_q=seq_q, heads_kv=8 // group)
+    assert plans.packs_heads(problem, 64) is expected
+    by_tiles = replace(problem, mask=masks.split(torch.ones(1024, dtype=torch.bool))[0])
+    assert not plans.packs_heads(by_tiles, 64)
+    packed = replace(problem, form="varlen", seq_q=4096, total_q=2 * seq_q, total_kv=2048)
+    assert plans.packs_heads(packed, 64) is expected, "by the mean length: the longest says little"
+
+
+def test_older_schedules_hold_a_head_in_one_block():
+    with pytest.raises(ValueError, match=r"plan schedule: was 'kv_outer', must be 'q_outer' for head_dim 576"):
+        triton.check_plan(replace(PREFILL, head_dim=576), plans.generation(PREFILL, "kv_outer"))
