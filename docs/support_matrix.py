@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attnworks import ALiBi, Bias, Causal, Sink, Softcap, Window, masks, scores
-from attnworks.backends import cpu, triton
+from attnworks.backends import cpu, cuda, triton
 from attnworks.dispatch import BACKENDS
 from attnworks.hardware import Hardware, load
 from attnworks.problem import Problem
@@ -30,7 +30,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 CPU = Hardware(name="any", kind="cpu", units=2)
 # Backends are asked for a CPU, but for those that run on GPUs only. A verdict is pure: no such device is needed here.
-PLACES = {triton.NAME: ("cuda:0", load("h200-sxm"))}
+PLACES = {name: ("cuda:0", load("h200-sxm")) for name in (cuda.NAME, triton.NAME)}
 
 # Everything that a row does not change.
 PLAIN = Problem(
@@ -145,9 +145,9 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         "# Support matrix",
         "",
-        "Written by `make matrix` from the backends' own verdicts: of `triton` for an NVIDIA GPU of compute capability",
-        "9.0 ([gpu.md](gpu.md)), of the others for a CPU with the native extension built. A test",
-        "fails if a cell that says yes here becomes a refusal. An empty cell has no meaning in that form. A backend",
+        "Written by `make matrix` from the backends' own verdicts: of `cuda` and `triton` for an NVIDIA GPU of compute",
+        "capability 9.0 ([gpu.md](gpu.md)), of the others for a CPU with the native extension built. A test fails if a",
+        "cell that says yes here becomes a refusal. An empty cell has no meaning in that form. A backend",
         'refuses with its reasons (listed below); `backend="auto"` then goes on to the next, and the last can do all.',
         "",
     ]
@@ -176,6 +176,8 @@ def markdown(found: dict[str, Any]) -> str:
 def main() -> None:
     if not cpu.isas():
         raise SystemExit("the matrix is that of a machine with the native extension: run `make native` first")
+    if cuda.missing():
+        raise SystemExit("the matrix is that of a machine with NVRTC: install requirements-dev.txt first")
     if not find_spec("triton"):
         raise SystemExit("the matrix is that of a machine with Triton: install requirements-dev.txt first")
     found = matrix()

@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from attnworks import dispatch
-from attnworks.backends import cpu, triton
+from attnworks.backends import cpu, cuda, triton
 from attnworks.hardware import detect
 from helpers import problem_of
 
@@ -48,9 +48,9 @@ def seed() -> None:
 @pytest.fixture(params=dispatch.NAMES)
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend's name. A test runs on all of them that run on a CPU at all, by their own Verdict."""
-    if request.param == "triton":
+    if request.param in ("cuda", "triton"):
         q = torch.zeros(1, 1, 1, 8)
-        verdict = triton.verdict(problem_of(q, q, q), detect("cpu"))
+        verdict = (cuda if request.param == "cuda" else triton).verdict(problem_of(q, q, q), detect("cpu"))
         if not verdict.supported:
             pytest.skip(str(verdict))
     return str(request.param)
