@@ -52,12 +52,13 @@ struct Ring {
 };
 
 // Rows of K or V from `key` on. The rows past the sequence's last arrive as 0: a packed sequence is described by a tensor
-// with one dimension more, of TILE_KV overlapping rows, which ends where the sequence does (maps.py).
+// with two dimensions more, in which any row can be the last (maps.py).
+constexpr int WRAP = 1 << 30;
 DEV void load_rows(u32 to, const TensorMap* map, u32 barrier, int chunks, int key, int head, const Work& w) {
   const int present = min(TILE_KV, w.keys - key);
   for (int c = 0; c < chunks; c++) {
     if (VARLEN)
-      tma_load(to + c * KV_CHUNK, map, barrier, 64 * c, TILE_KV - present, w.start_kv + key + present, head);
+      tma_load(to + c * KV_CHUNK, map, barrier, 64 * c, WRAP - present, head, w.start_kv + key + present, WRAP);
     else
       tma_load(to + c * KV_CHUNK, map, barrier, 64 * c, key, head, w.batch);
   }

@@ -1,10 +1,14 @@
 """Tensor maps: how TMA, the copy engine, finds Q, K and V. Encoded once, then only their addresses are replaced.
 
 A copy takes a box of 64 columns by some rows; what of it lies outside of the tensor arrives as 0, which pads head dims
-and ends K and V after the last key. A packed sequence ends where another begins, so its K and V are described with one
-dimension more: TILE_KV rows that begin anywhere, i.e. element (column, i, j, head) is row j + i - TILE_KV. A box that
-begins at (0, TILE_KV - n, first + n) then holds the rows from ``first`` on, and after n of them runs out of the second
-dimension. The map's base lies TILE_KV rows before the tensor, where nothing is read.
+and ends K and V after the last key. A packed sequence ends where another begins, so its K and V are described with rows
+that may begin anywhere: element (column, i, head, j, w) is row i + j - w, i below ALL = 2^30. A box that begins at
+(0, ALL - n, head, first + n, ALL) holds the rows from ``first`` on, and after n of them runs out of i. The stride of w
+is 2^34 - row bytes: ALL times that is minus ALL rows, addresses being counted modulo 2^64 (the idea of Triton's ragged
+tensor descriptors).
+
+For what lies outside of the tensor the engine fetches something too, from the map's base, before it puts 0 in its
+place. So the base has to be memory that can be read: it is the tensor's own address, never one before it.
 """
 
 from __future__ import annotations
@@ -23,18 +27,19 @@ MAP_BYTES, ALIGNMENT = 128, 64
 ADDRESS_MULTIPLE = 16  # bytes: of a tensor's address and of its strides
 STRIDE_LIMIT = 2**40
 CHUNK = 64  # columns of a box: 128 bytes, one swizzled line
+ALL = 2**30  # rows of a packed tensor's map, more than there are; WRAP in forward.cuh
+WRAP_BYTES = 2**64 // ALL
 _DATA_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 _NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_TO_256B, _FILL_WITH_ZEROS = 0, 3, 3, 0
 
 
 class Description(NamedTuple):
-    """Of one tensor: ``sizes`` from the columns outwards, ``strides`` in bytes of all but the columns, ``box``: what a
-    copy takes, ``before``: bytes from the base to the tensor's address."""
+    """Of one tensor: ``sizes`` from the columns outwards, ``strides`` in bytes of all but the columns, ``rows`` of a
+    box."""
 
-    sizes: tuple[int, int, int, int]
-    strides: tuple[int, int, int]
-    box: tuple[int, int, int, int]
-    before: int = 0
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    rows: int
 
 
 def describe(p: Problem, plan: Plan) -> tuple[Description, Description, Description]:
@@ -59,15 +64,16 @@ def _dense(p: Problem, strides: Strides, dim: int, sizes: tuple[int, int, int], 
         ADDRESS_MULTIPLE if size == 1 else step * p.element_size  # the stride of one element may be anything
         for size, step in zip(sizes, (row, head, batch), strict=True)
     ]
-    return Description((dim, *sizes), (steps[0], steps[1], steps[2]), (CHUNK, rows, 1, 1))
+    return Description((dim, *sizes), tuple(steps), rows)
 
 
 def _packed(p: Problem, strides: Strides, dim: int, rows: int) -> Description:
     _, head, row = strides
-    row_bytes = row * p.element_size
+    row_bytes = ADDRESS_MULTIPLE if p.total_kv == 1 else row * p.element_size
     head_bytes = ADDRESS_MULTIPLE if p.heads_kv == 1 else head * p.element_size
-    sizes = (dim, rows, p.total_kv + 1, p.heads_kv)
-    return Description(sizes, (row_bytes, row_bytes, head_bytes), (CHUNK, rows, 1, 1), rows * row_bytes)
+    # No larger than what boxes reach, as the engine may touch all that a map promises.
+    sizes = (dim, ALL, p.heads_kv, p.total_kv + 1, ALL + 1)
+    return Description(sizes, (row_bytes, head_bytes, row_bytes, WRAP_BYTES - row_bytes), rows)
 
 
 def stride_reasons(p: Problem) -> list[str]:
@@ -77,11 +83,12 @@ def stride_reasons(p: Problem) -> list[str]:
     keys = (1, p.heads_kv, p.total_kv) if packed else (p.batch, p.heads_kv, p.seq_kv)
     reasons = []
     for name, strides, sizes in (("q", p.q_strides, queries), ("k", p.k_strides, keys), ("v", p.v_strides, keys)):
+        limit = WRAP_BYTES if packed and name != "q" else STRIDE_LIMIT
         steps = [step * p.element_size for step, size in zip(strides, sizes, strict=True) if size > 1]
-        if any(step % ADDRESS_MULTIPLE or not 0 < step < STRIDE_LIMIT for step in steps):
+        if any(step % ADDRESS_MULTIPLE or not 0 < step < limit for step in steps):
             reasons.append(
                 f"{name} has strides {strides} (of batch, head and row; TMA copies need multiples of "
-                f"{ADDRESS_MULTIPLE // p.element_size}, more than 0 and less than 2^39)"
+                f"{ADDRESS_MULTIPLE // p.element_size}, more than 0 and less than {limit // p.element_size})"
             )
     if not p.aligned:
         reasons.append(f"q, k or v begins at an address that is no multiple of {ADDRESS_MULTIPLE}")
@@ -108,19 +115,20 @@ class Maps:
             old = self._addresses[number]
             if address == old:
                 continue
-            base = address - self._described[number].before
             if old:
-                status = driver().replace_address(self.places[number], base)
+                status = driver().replace_address(self.places[number], address)
                 driver().check(status, "replacing the address of a tensor map")
             else:
-                self._encode(number, base)
+                self._encode(number, address)
             self._addresses[number] = address
 
-    def _encode(self, number: int, base: int) -> None:
-        sizes, strides, box, _ = described = self._described[number]
+    def _encode(self, number: int, address: int) -> None:
+        sizes, strides, rows = described = self._described[number]
+        rank = len(sizes)
+        box = (CHUNK, rows, *[1] * (rank - 2))
         status = driver().encode(
-            self.places[number], self._data_type, 4, base,
-            (c_uint64 * 4)(*sizes), (c_uint64 * 3)(*strides), (c_uint * 4)(*box), (c_uint * 4)(1, 1, 1, 1),
+            self.places[number], self._data_type, rank, address,
+            (c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides), (c_uint * rank)(*box), (c_uint * rank)(*[1] * rank),
             _NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_TO_256B, _FILL_WITH_ZEROS,
         )  # fmt: skip
         driver().check(status, f"mapping {'qkv'[number]}: {described}")
