@@ -20,6 +20,17 @@ class DriverError(RuntimeError):
     """What the CUDA driver refused, in its own words, and what was asked of it."""
 
 
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("attribute_count", c_uint),
+    )
+
+
 class Driver:
     """The functions that are used here. ``library``: libcuda as ctypes loads it. Raises ``DriverError`` where that is
     older than CUDA 12, whose tensor maps it needs."""
@@ -27,14 +38,12 @@ class Driver:
     def __init__(self, library: Any) -> None:
         self._library = library
         try:
-            self.launch = library.cuLaunchKernel
+            self.launch = library.cuLaunchKernelEx
             self.encode = library.cuTensorMapEncodeTiled
-            self.replace_address = library.cuTensorMapReplaceAddress
         except AttributeError as error:
             raise DriverError(f"the CUDA driver is older than CUDA 12: {error}") from error
-        self.launch.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]
+        self.launch.argtypes = [c_void_p] * 4
         self.encode.argtypes = [c_void_p, c_int, c_uint, *[c_void_p] * 5, *[c_int] * 4]
-        self.replace_address.argtypes = [c_void_p, c_void_p]
 
     def check(self, status: int, what: str) -> None:
         """Raise ``DriverError`` unless the driver's answer was 0."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from ctypes import c_float, c_int, c_int64, c_void_p
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from attnworks.backends import Launcher
 from attnworks.backends.cuda.compile import CompileError, cubin
 from attnworks.backends.cuda.counters import counters
-from attnworks.backends.cuda.driver import INVALID_CONTEXT, DriverError, driver
+from attnworks.backends.cuda.driver import INVALID_CONTEXT, DriverError, LaunchConfig, driver
 from attnworks.backends.cuda.maps import Maps
 from attnworks.backends.cuda.plans import bounds, section, tiles_of, variant
 from attnworks.backends.cuda.source import L2_SECTION_BYTES, text
@@ -94,6 +95,11 @@ class Empty:
         return out, lse
 
 
+def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A shape and its strides: with both, ``torch.empty_strided`` takes half the time of ``torch.empty``."""
+    return shape, torch.empty(shape, device="meta").stride()
+
+
 class Forward:
     """One kernel and its arguments on one device. Called with the operands: (out, lse)."""
 
@@ -104,7 +110,7 @@ class Forward:
         device = torch.device(p.device)
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", self._index)
-        self._out_shape, self._lse_shape = p.result_shapes()
+        self._out, self._lse = (_contiguous(shape) for shape in p.result_shapes())
         self._sink = _sink_of(p)
         self._lock = threading.Lock()
         with torch.cuda.device(self._index):
@@ -121,22 +127,24 @@ class Forward:
         self._grid = units if built.varlen else min(units, tiles_of(p, plan))
         self._maps, self._params = Maps(p, plan), params_of(p, plan)
         self._arguments = (c_void_p * 4)(*self._maps.places, ctypes.addressof(self._params))
-        self._arguments_at = ctypes.addressof(self._arguments)
+        self._config = LaunchConfig(self._grid, 1, 1, built.threads, 1, 1, built.shared_bytes)
+        config, arguments = ctypes.addressof(self._config), ctypes.addressof(self._arguments)
+        self._launch = partial(driver().launch, config, self._function, arguments, None)
 
     def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
         index = self._index
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(o)
-        out = torch.empty(self._out_shape, dtype=self._problem.dtype, device=self._device)
+        out = torch.empty_strided(*self._out, dtype=o.q.dtype, device=self._device)
         lse = None
         if self._problem.return_lse:
-            lse = torch.empty(self._lse_shape, dtype=torch.float32, device=self._device)
+            lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=self._device)
         sink = None if self._sink is None else o.scores[self._sink].to(torch.float32).contiguous()
         stream = torch._C._cuda_getCurrentRawStream(index)
         params = self._params
         with self._lock:
-            self._maps.point_to([o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr()])
+            self._maps.point_to(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr())
             params.out = out.data_ptr()
             if lse is not None:
                 params.lse = lse.data_ptr()
@@ -146,17 +154,11 @@ class Forward:
                 params.sink = sink.data_ptr()
             if o.cu_seqlens_q is not None and o.cu_seqlens_kv is not None:
                 params.ends_q, params.ends_kv = o.cu_seqlens_q.data_ptr(), o.cu_seqlens_kv.data_ptr()
-            status = self._launch(stream)
+            self._config.stream = stream
+            status = self._launch()
             if status == INVALID_CONTEXT:  # a thread that has not used the device yet
                 driver().make_current(self._context)
-                status = self._launch(stream)
+                status = self._launch()
         if status:
             driver().check(status, f"launching {self._grid} thread blocks for {self._plan}, compiled as {self._built}")
         return out, lse
-
-    def _launch(self, stream: int) -> int:
-        built = self._built
-        status: int = driver().launch(
-            self._function, self._grid, 1, 1, built.threads, 1, 1, built.shared_bytes, stream, self._arguments_at, None
-        )
-        return status
