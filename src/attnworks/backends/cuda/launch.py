@@ -109,7 +109,6 @@ class Forward:
         self._plan = plan
         device = torch.device(p.device)
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", self._index)
         self._out, self._lse = (_contiguous(shape) for shape in p.result_shapes())
         self._sink = _sink_of(p)
         self._lock = threading.Lock()
@@ -136,10 +135,11 @@ class Forward:
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(o)
-        out = torch.empty_strided(*self._out, dtype=o.q.dtype, device=self._device)
+        device = o.q.device
+        out = torch.empty_strided(*self._out, dtype=o.q.dtype, device=device)
         lse = None
         if self._problem.return_lse:
-            lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=self._device)
+            lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=device)
         sink = None if self._sink is None else o.scores[self._sink].to(torch.float32).contiguous()
         stream = torch._C._cuda_getCurrentRawStream(index)
         params = self._params
