@@ -27,7 +27,9 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str = "bhsd
     if layout == "bshd":
         h, hk, n, m = n, m, h, hk
     strides = (strides_of(x, layout) for x in (q, k, v))
-    return Problem("dense", b, h, hk, n, m, q.shape[3], v.shape[3], q.dtype, "cuda:0", 0.125, *strides, layout=layout, **fields)  # fmt: skip
+    return Problem(
+        "dense", b, h, hk, n, m, q.shape[3], v.shape[3], q.dtype, "cuda:0", 0.125, *strides, layout=layout, **fields
+    )  # fmt: skip
 
 
 def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, longest: int, sequences: int) -> Problem:
