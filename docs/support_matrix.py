@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -126,7 +127,11 @@ def cells() -> Iterator[tuple[str, str, str, str, tuple[str, ...]]]:
                 for form, fields in FORMS.items():
                     if feature not in MEANINGLESS.get((group, form), ()):
                         problem = dataclasses.replace(PLAIN, device=device, **(fields | changes))
-                        yield group, feature, backend.NAME, form, backend.verdict(problem, hardware).reasons
+                        with patch.object(
+                            cuda, "missing", return_value=""
+                        ):  # the matrix is that of a machine with NVRTC
+                            reasons = backend.verdict(problem, hardware).reasons
+                        yield group, feature, backend.NAME, form, reasons
 
 
 def matrix() -> dict[str, Any]:
@@ -176,8 +181,6 @@ def markdown(found: dict[str, Any]) -> str:
 def main() -> None:
     if not cpu.isas():
         raise SystemExit("the matrix is that of a machine with the native extension: run `make native` first")
-    if cuda.missing():
-        raise SystemExit("the matrix is that of a machine with NVRTC: install requirements-dev.txt first")
     if not find_spec("triton"):
         raise SystemExit("the matrix is that of a machine with Triton: install requirements-dev.txt first")
     found = matrix()

@@ -85,12 +85,15 @@ def stride_reasons(p: Problem) -> list[str]:
     keys = (1, p.heads_kv, p.total_kv) if packed else (p.batch, p.heads_kv, p.seq_kv)
     reasons = []
     for name, strides, sizes in (("q", p.q_strides, queries), ("k", p.k_strides, keys), ("v", p.v_strides, keys)):
-        limit = WRAP_BYTES if packed and name != "q" else STRIDE_LIMIT
-        steps = [step * p.element_size for step, size in zip(strides, sizes, strict=True) if size > 1]
-        if any(step % ADDRESS_MULTIPLE or not 0 < step < limit for step in steps):
+        row_limit = WRAP_BYTES if packed and name != "q" else STRIDE_LIMIT
+        limits = (STRIDE_LIMIT, STRIDE_LIMIT, row_limit)
+        used = zip(strides, sizes, limits, strict=True)
+        steps = [(step * p.element_size, most) for step, size, most in used if size > 1]
+        if any(step % ADDRESS_MULTIPLE or not 0 < step < most for step, most in steps):
+            power = (row_limit // p.element_size).bit_length() - 1
             reasons.append(
                 f"{name} has strides {strides} (of batch, head and row; TMA copies need multiples of "
-                f"{ADDRESS_MULTIPLE // p.element_size}, more than 0 and less than {limit // p.element_size})"
+                f"{ADDRESS_MULTIPLE // p.element_size}, more than 0 and less than 2^{power})"
             )
     if not p.aligned:
         reasons.append(f"q, k or v begins at an address that is no multiple of {ADDRESS_MULTIPLE}")
