@@ -44,7 +44,6 @@ VARIANTS = {
         form="varlen", total_q=9, total_kv=9, mask=masks.split(Window(9, 3))[0], head_dim=40, head_dim_v=72,
         scores=scores.split((Softcap(5.0), Sink(torch.zeros(4))))[0], dtype=torch.float16,
     ),
-    "negative scale": built(scale=-1.0, head_dim=16, head_dim_v=32),
 }  # fmt: skip
 
 
@@ -59,9 +58,13 @@ def frame_bytes(code: bytes) -> int:
     return max(found)
 
 
+# Those whose registers are tightest, and all features at once: each takes seconds. tests/gpu runs the others.
+COMPILED = ("line 0", "line 3", "line 6", "packed, window, softcap, sink, fp16, padded")
+
+
 @needs_nvrtc
-@pytest.mark.parametrize("name", VARIANTS)
-def test_each_line_of_the_table_compiles_without_spills(name: str) -> None:
+@pytest.mark.parametrize("name", COMPILED)
+def test_lines_of_the_table_compile_without_spills(name: str) -> None:
     code, log = compiler.compiled(text(VARIANTS[name]))
     assert log == "", "also a warning that registers can't be handed over, or that products can't overlap"
     assert frame_bytes(code) == 0

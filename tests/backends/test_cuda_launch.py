@@ -48,14 +48,17 @@ class Library:
         self.launched: list[SimpleNamespace] = []
         self.answers: list[int] = []  # to the launches that follow
         self.current: list[int] = []
-        self.address_first, self.any_address = True, True
+        self.address_in, self.any_address = "first", True
 
         def encode(place, dtype, rank, address, sizes, strides, box, steps, *modes) -> int:
             if not self.any_address and address in maps._PROBES:
                 return 1
             self.encoded.append((address, tuple(sizes), tuple(strides), tuple(box)))
             words = [address, hash((dtype, rank, tuple(sizes), tuple(strides), tuple(box), modes)) % 2**64, *[0] * 14]
-            ctypes.memmove(place, (ctypes.c_uint64 * 16)(*words if self.address_first else reversed(words)), 128)
+            if self.address_in == "first, shifted":
+                words[0] >>= 4
+            written = reversed(words) if self.address_in == "last" else words
+            ctypes.memmove(place, (ctypes.c_uint64 * 16)(*written), 128)
             return 0
 
         def launch_kernel(config, function, arguments, extra) -> int:
@@ -205,10 +208,12 @@ def test_copies_of_dense_tensors_touch_no_byte_outside_of_them(library: Library,
                 assert found[0] == k[place].data_ptr() and found[-1] in storage and len(found) == 2 * 16
 
 
-@pytest.mark.parametrize(("address_first", "any_address"), [(True, True), (False, True), (True, False)])
-def test_maps_point_to_each_call_s_tensors(library: Library, address_first: bool, any_address: bool) -> None:
+@pytest.mark.parametrize(
+    ("address_in", "any_address"), [("first", True), ("last", True), ("first, shifted", True), ("first", False)]
+)
+def test_maps_point_to_each_call_s_tensors(library: Library, address_in: str, any_address: bool) -> None:
     """By writing the address where maps prove to begin with it, else by making them anew where it changed."""
-    library.address_first, library.any_address = address_first, any_address
+    library.address_in, library.any_address = address_in, any_address
     p = dense(*(randn(1, 2, 8, 64) for _ in range(3)))
     made = maps.Maps(p, plans.plan_for(p))
     made.point_to(16, 32, 48)
@@ -216,8 +221,9 @@ def test_maps_point_to_each_call_s_tensors(library: Library, address_first: bool
     for addresses in ((160, 32, 480), (160, 32, 480), (16, 32, 48)):
         made.point_to(*addresses)
         words = [list((ctypes.c_uint64 * 16).from_address(place)) for place in made.places]
-        assert tuple(x[0 if address_first else 15] for x in words) == addresses
-    assert len(library.encoded) - once == (0 if address_first and any_address else 6)
+        shift = 4 if "shifted" in address_in else 0
+        assert tuple(x[15 if address_in == "last" else 0] << shift for x in words) == addresses
+    assert len(library.encoded) - once == (0 if address_in == "first" and any_address else 6)
     assert all(place % 64 == 0 for place in made.places)
 
 
