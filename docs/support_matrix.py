@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from attnworks import ALiBi, Bias, Causal, Sink, Softcap, Window, masks, scores
-from attnworks.backends import cpu, triton
+from attnworks.backends import cpu, cuda, triton
 from attnworks.dispatch import BACKENDS
 from attnworks.hardware import Hardware, load
 from attnworks.problem import Problem
@@ -30,7 +31,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 CPU = Hardware(name="any", kind="cpu", units=2)
 # Backends are asked for a CPU, but for those that run on GPUs only. A verdict is pure: no such device is needed here.
-PLACES = {triton.NAME: ("cuda:0", load("h200-sxm"))}
+PLACES = {name: ("cuda:0", load("h200-sxm")) for name in (cuda.NAME, triton.NAME)}
+# What a backend without fp32 is asked in.
+DTYPES = {cuda.NAME: torch.bfloat16}
 
 # Everything that a row does not change.
 PLAIN = Problem(
@@ -123,10 +126,13 @@ def cells() -> Iterator[tuple[str, str, str, str, tuple[str, ...]]]:
         for feature, changes in rows.items():
             for backend in BACKENDS:
                 device, hardware = PLACES.get(backend.NAME, ("cpu", CPU))
+                plain = dataclasses.replace(PLAIN, device=device, dtype=DTYPES.get(backend.NAME, PLAIN.dtype))
                 for form, fields in FORMS.items():
                     if feature not in MEANINGLESS.get((group, form), ()):
-                        problem = dataclasses.replace(PLAIN, device=device, **(fields | changes))
-                        yield group, feature, backend.NAME, form, backend.verdict(problem, hardware).reasons
+                        problem = dataclasses.replace(plain, **(fields | changes))
+                        with patch.object(cuda, "missing", return_value=""):  # as on a machine with NVRTC
+                            reasons = backend.verdict(problem, hardware).reasons
+                        yield group, feature, backend.NAME, form, reasons
 
 
 def matrix() -> dict[str, Any]:
@@ -145,9 +151,10 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         "# Support matrix",
         "",
-        "Written by `make matrix` from the backends' own verdicts: of `triton` for an NVIDIA GPU of compute capability",
-        "9.0 ([gpu.md](gpu.md)), of the others for a CPU with the native extension built. A test",
-        "fails if a cell that says yes here becomes a refusal. An empty cell has no meaning in that form. A backend",
+        "Written by `make matrix` from the backends' own verdicts: of `cuda` and `triton` for an NVIDIA GPU of compute",
+        "capability 9.0 ([gpu.md](gpu.md)), of the others for a CPU with the native extension built. In fp32 where the",
+        "row says no other dtype; `cuda`, which has none, in bf16. A test fails if a",
+        "cell that says yes here becomes a refusal. An empty cell has no meaning in that form. A backend",
         'refuses with its reasons (listed below); `backend="auto"` then goes on to the next, and the last can do all.',
         "",
     ]

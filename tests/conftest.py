@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 from attnworks import dispatch
-from attnworks.backends import cpu, triton
+from attnworks.backends import cpu, cuda, triton
 from attnworks.hardware import detect
 from helpers import problem_of
 
@@ -71,8 +71,9 @@ def seed() -> None:
 def _run_on_a_cpu() -> list[str]:
     """The backends that run on a CPU at all, by their own Verdict."""
     q = torch.zeros(1, 1, 1, 8)
-    refused = not triton.verdict(problem_of(q, q, q), detect("cpu")).supported
-    return [name for name in dispatch.NAMES if not (name == "triton" and refused)]
+    problem, here = problem_of(q, q, q), detect("cpu")
+    on_gpus = [backend.NAME for backend in (cuda, triton) if not backend.verdict(problem, here).supported]
+    return [name for name in dispatch.NAMES if name not in on_gpus]
 
 
 @pytest.fixture(params=_run_on_a_cpu())

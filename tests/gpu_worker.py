@@ -10,6 +10,8 @@ from attnworks.workbench.verify import Answers, fresh_memory_poisoned, verify_ca
 
 Found = list[tuple[str, str, str]]
 """(status, check, message) of each result."""
+Job = tuple[str, str, bool]
+"""Subject, case, whether its properties are checked."""
 
 _lost = ""  # the case after which the device no longer answered this process
 

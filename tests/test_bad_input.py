@@ -26,7 +26,10 @@ from attnworks import (
 )
 from helpers import randn
 
-BACKENDS = ("auto", *(name for name in dispatch.NAMES if name != "triton"))  # which takes no tensors on a CPU
+BACKENDS = (
+    "auto",
+    *(name for name in dispatch.NAMES if name not in ("cuda", "triton")),
+)  # which take no tensors on a CPU
 f32, f16, f64, i32 = torch.float32, torch.float16, torch.float64, torch.int32
 
 

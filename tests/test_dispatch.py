@@ -18,7 +18,7 @@ def qkv(dtype=torch.float32, seq=8):
 
 def test_the_last_backend_can_do_all_of_the_contract():
     assert dispatch.BACKENDS[-1] is reference
-    assert dispatch.NAMES == ("cpu", "triton", "reference")
+    assert dispatch.NAMES == ("cpu", "cuda", "triton", "reference")
 
 
 def test_every_backend_has_the_six_names_and_agrees_with_itself():
@@ -106,7 +106,9 @@ def test_a_cpu_plan_that_cannot_run_is_named(fields, message):
 
 @pytest.mark.parametrize("wrong", ["gpu", None, 3, ["cpu"], torch.zeros(1)])
 def test_an_unknown_backend_is_named(wrong):
-    with pytest.raises(ValueError, match=r"backend: was .*, must be 'auto' or one of \('cpu', 'triton', 'reference'\)"):
+    with pytest.raises(
+        ValueError, match=r"backend: was .*, must be 'auto' or one of \('cpu', 'cuda', 'triton', 'reference'\)"
+    ):
         attention(*qkv(), backend=wrong)
 
 

@@ -7,6 +7,7 @@ settles.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -246,6 +247,9 @@ def explain(
     described = calls.dense_problem(
         q, k, v, mask, scores, scale, layout, return_lse, deterministic, batch_invariant, watchers
     )
+    _, transformed, traced, _ = watchers
+    if not (transformed or traced):  # such tensors have no address
+        described = dataclasses.replace(described, aligned=problem.aligned(q, k, v))
     return dispatch.explain(described, backend, plan)
 
 

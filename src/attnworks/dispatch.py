@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnworks import tuned
-from attnworks.backends import Backend, cpu, reference, triton
+from attnworks.backends import Backend, cpu, cuda, reference, triton
 from attnworks.errors import UnsupportedError, Verdict
 from attnworks.hardware import Hardware, detect
 from attnworks.plan import Plan, best_plan
 from attnworks.problem import Problem
 
-BACKENDS: tuple[Backend, ...] = (cpu, triton, reference)
+BACKENDS: tuple[Backend, ...] = (cpu, cuda, triton, reference)
 """In the order in which ``backend="auto"`` tries them; the last can do all of the contract."""
 
 NAMES = tuple(backend.NAME for backend in BACKENDS)

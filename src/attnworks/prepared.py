@@ -13,8 +13,9 @@ from torch.autograd import forward_ad
 from attnworks import dispatch, masks, tuned
 from attnworks.autograd import Joined
 from attnworks.backends import Backend, Launcher
+from attnworks.hardware import detect
 from attnworks.plan import Plan
-from attnworks.problem import Problem
+from attnworks.problem import Operands, Problem
 
 # Emptied when full rather than evicted one by one: a program that meets this many distinct problems has no working set
 # worth an LRU's cost on every hit.
@@ -36,6 +37,9 @@ def prepare(key: Hashable, problem: Problem, backend: str, plan: Plan | None) ->
     if backend == "auto" and plan is None:
         dispatch.warn_if_quadratic(problem, chosen, verdicts)
     launch = joined(problem, chosen, best) if problem.differentiable else chosen.prepare(problem, best)
+    unaligned = dataclasses.replace(problem, aligned=False)
+    if not chosen.verdict(unaligned, detect(problem.device)).supported:
+        launch = _WhereAligned(launch, unaligned, backend, plan)
     # A function that is called would be kept alive, with all it captured, for a key that a fresh one never meets again.
     if not _holds_functions(problem):
         if len(CALLS) >= LIMIT:
@@ -53,6 +57,24 @@ def use_plans(folder: str | Path | None) -> None:
     """
     tuned.use(folder)
     CALLS.clear()
+
+
+class _WhereAligned:
+    """The launcher of a backend that needs aligned addresses, which are in no key. A call whose tensors lie elsewhere
+    gets what is chosen for a problem that says so: another backend, or the refusal of the one that was named."""
+
+    def __init__(self, launch: Launcher, unaligned: Problem, backend: str, plan: Plan | None) -> None:
+        self._launch, self._choice = launch, (unaligned, backend, plan)
+        self._elsewhere: Launcher | None = None
+
+    def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
+        if (o.q.data_ptr() | o.k.data_ptr() | o.v.data_ptr()) & 15 == 0:
+            return self._launch(o)
+        if self._elsewhere is None:
+            problem, backend, plan = self._choice
+            chosen, best, _ = dispatch.choose(problem, backend, plan)
+            self._elsewhere = chosen.prepare(problem, best)
+        return self._elsewhere(o)
 
 
 def joined(problem: Problem, backend: Backend, plan: Plan) -> Launcher:

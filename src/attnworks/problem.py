@@ -37,7 +37,7 @@ class Problem:
     ``differentiable``: q, k, v or a score operand requires grad, so autograd wants the first derivative.
     ``transformed``: forward-mode AD or a functorch transform (vmap, grad, ...) is active, which only torch operations
     are sure to follow. ``traced``: a tracer or a tensor subclass must see torch operations (fake tensors have no memory
-    at all).
+    at all). ``aligned``: q, k and v begin at addresses that are multiples of 16 bytes.
     """
 
     form: Form
@@ -67,6 +67,7 @@ class Problem:
     traced: bool = False
     deterministic: bool = False
     batch_invariant: bool = False
+    aligned: bool = True
 
     @property
     def group(self) -> int:
@@ -322,6 +323,11 @@ def strides_of(tensor: Tensor, layout: str) -> Strides:
 def packed_strides(tensor: Tensor) -> Strides:
     """(batch, head, row) strides of a packed (total, heads, dim) tensor; its batch stride means nothing and is 0."""
     return (0, tensor.stride(1), tensor.stride(0))
+
+
+def aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether all begin at addresses that are multiples of 16 bytes."""
+    return (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
 
 
 def last_contiguous(tensor: Tensor, name: str = "") -> Tensor:

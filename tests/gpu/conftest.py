@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's products warn without it, and warnings are errors
@@ -10,6 +13,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's products 
 import pytest
 import torch
 
+import gpu_worker
+
+PROCESSES = max(1, min(12, (os.cpu_count() or 2) - 2))
 HERE = Path(__file__).parent
 GPU = torch.cuda.is_available()
 # Fresh memory is filled by torch's deterministic mode, which also warns of operations that have no such mode.
@@ -31,3 +37,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needless = set(ours[1:])
         items[:] = [item for item in items if item not in needless]
         config.hook.pytest_deselected(items=ours[1:])
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> Iterator[dict[gpu_worker.Job, Future[gpu_worker.Found]]]:
+    """Of the jobs of a module's tests that were asked for, begun in the order in which they wait."""
+    here = (item for item in request.session.items if item.path == request.path and "job" in _parameters(item))
+    wanted = [item.callspec.params["job"] for item in here]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(PROCESSES, context, gpu_worker.start) as pool:
+        yield {job: pool.submit(gpu_worker.check, *job) for job in wanted}
+        pool.shutdown(cancel_futures=True)
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    return item.callspec.params if hasattr(item, "callspec") else {}

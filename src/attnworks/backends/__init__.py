@@ -5,6 +5,7 @@ A backend is a module with the names of ``Backend``.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -20,9 +21,12 @@ Launcher = Callable[[Operands], tuple[Tensor, Tensor | None]]
 """Runs a prepared call: (out, lse), lse None unless the Problem asks for it."""
 
 
-class ReadsLengths:
+class ReadsLengths(ABC):
     """A launcher that copies and checks ``kv_lens`` itself: where they are contiguous int64, and the cache is neither
     paged nor appended to, its Operands may hold the caller's own tensor. It raises what ``cache.read_kv_lens`` does."""
+
+    @abstractmethod
+    def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]: ...
 
 
 class Gradients(NamedTuple):

@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from attnworks.backends import cpu
+from attnworks.backends.cpu.modifiers import DTYPES
 from attnworks.hardware import Hardware, detect
 from attnworks.workbench import statistics
 
@@ -80,7 +81,7 @@ def measure(threads: int, repeats: int = 9) -> Ceilings | None:
         return None
     caches = Caches(threads)
     bandwidth = max(caches.flush() or 0.0 for _ in range(repeats))
-    flops = {name: max(peak_flops(name, threads) or 0.0 for _ in range(repeats)) for name in cpu.DTYPES.values()}
+    flops = {name: max(peak_flops(name, threads) or 0.0 for _ in range(repeats)) for name in DTYPES.values()}
     return Ceilings(threads, bandwidth, flops)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnworks import masks, scores
 from attnworks.masks import Causal, Window
-from attnworks.problem import Problem, packed_strides, strides_of
+from attnworks.problem import Problem, aligned, packed_strides, strides_of
 from attnworks.scores import ALiBi, Bias, Sink
 
 if TYPE_CHECKING:
@@ -138,6 +138,7 @@ class Inputs:
             return_lse=return_lse,
             differentiable=differentiable,
             batch_invariant=batch_invariant,
+            aligned=aligned(q, k, v),
         )
 
     # ---- from stored tensors back to sequences -----------------------------------------------------------------------

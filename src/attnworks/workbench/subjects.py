@@ -15,7 +15,7 @@ from torch import Tensor
 
 import attnworks
 from attnworks import dispatch, scores
-from attnworks.backends import Backend, cpu, reference, triton
+from attnworks.backends import Backend, cpu, cuda, reference, triton
 from attnworks.hardware import detect
 from attnworks.masks import Causal, Window
 from attnworks.plan import Plan
@@ -220,7 +220,8 @@ def backend_subjects(*, quick: bool = False, device: str = "cpu") -> tuple[Backe
     where they run; raises ``ValueError`` for one that is not here."""
     if (there := place(device)) != "cpu":
         return _gpu_subjects(quick, there)
-    found = [BackendSubject(backend.NAME, backend, linear_memory=backend is cpu) for backend in dispatch.BACKENDS]
+    backends = [backend for backend in dispatch.BACKENDS if backend is not cuda]  # which runs on GPUs alone
+    found = [BackendSubject(backend.NAME, backend, linear_memory=backend is cpu) for backend in backends]
     found += [BackendSubject(f"cpu, {isa}", cpu, _with(isa=isa)) for isa in cpu.isas()[1:]]
     if cpu.isas():
         found.append(BackendSubject("cpu, small tiles", cpu, _small_tiles))

@@ -169,8 +169,8 @@ class Map:
             known += words.shape[0]
             bits.append(words)
             first = block.rows.start // self._tile_rows
-            at = (slice(block.batch.start, block.batch.stop), slice(block.heads.start, block.heads.stop))
-            places[(*at, slice(first, first + some.shape[2]))] = some
+            rows = slice(first, first + some.shape[2])
+            places[block.batch.start : block.batch.stop, block.heads.start : block.heads.stop, rows] = some
         empty = torch.empty(0, self._tile_rows, dtype=torch.int64, device="cpu")
         return places, torch.cat(bits) if bits else empty
 

@@ -10,11 +10,13 @@ import torch
 from rich.markup import escape
 
 from attnworks import hardware
-from attnworks.backends import triton
+from attnworks.backends import Backend, cuda, triton
 from attnworks.hardware import Hardware
 from attnworks.workbench import ceilings, environment
 from attnworks.workbench.cli.output import UNKNOWN, in_bytes, in_rate, json_option, print_json, print_table, table
 from attnworks.workbench.providers import describe
+
+GPU_BACKENDS: tuple[Backend, ...] = (cuda, triton)
 
 
 @click.command()
@@ -42,7 +44,7 @@ def _describe() -> dict[str, Any]:
             "torch_threads": torch.get_num_threads(),
         },
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
-        "triton": _refusals("cpu", hardware.detect("cpu")),
+        "triton": _refusals(triton, "cpu", hardware.detect("cpu")),
         "versions": environment.versions(),
         "machine_files": hardware.machines(),
     }
@@ -56,17 +58,17 @@ def _gpu(index: int) -> dict[str, Any]:
         "capability": found.capability,
         "on_chip_bytes": found.on_chip_bytes,
         "shared_cache_bytes": found.shared_cache_bytes,
-        "triton": _refusals(f"cuda:{index}", found),
+        **{backend.NAME: _refusals(backend, f"cuda:{index}", found) for backend in GPU_BACKENDS},
     }
 
 
-def _refusals(device: str, hardware: Hardware) -> list[str]:
-    """Why the Triton backend does not run an ordinary bf16 problem on a device; nothing if it does."""
+def _refusals(backend: Backend, device: str, hardware: Hardware) -> list[str]:
+    """Why a backend does not run an ordinary bf16 problem on a device; nothing if it does."""
     problem = describe(
         form="dense", batch=1, heads_q=8, heads_kv=8, seq_q=1024, seq_kv=1024, head_dim=64, head_dim_v=64,
         dtype=torch.bfloat16,
     )  # fmt: skip
-    return list(triton.verdict(replace(problem, device=device), hardware).reasons)
+    return list(backend.verdict(replace(problem, device=device), hardware).reasons)
 
 
 def _measure(threads: int) -> dict[str, Any] | None:
@@ -95,7 +97,8 @@ def _print(found: dict[str, Any]) -> None:
     }
     for index, gpu in enumerate(found["gpus"]):
         rows[f"GPU {index}"] = f"{gpu['name']}, {gpu['units']} multiprocessors, compute capability {gpu['capability']}"
-        rows[f"triton on GPU {index}"] = "; ".join(gpu["triton"]) or "runs"
+        for backend in GPU_BACKENDS:
+            rows[f"{backend.NAME} on GPU {index}"] = "; ".join(gpu[backend.NAME]) or "runs"
     if not found["gpus"]:
         rows["triton"] = "; ".join(["PyTorch finds no GPU", *found["triton"]])
     if "ceilings" in found:

@@ -1,0 +1,124 @@
+"""The CUDA backend: CUDA C++ compiled at run time, for NVIDIA's Hopper (compute capability 9.0), whose copy engine and
+asynchronous matrix products Triton leaves in part unused.
+
+The kernel is ``forward.cuh`` and the parts beside it. NVRTC compiles it when a call first needs a variant; nothing of
+CUDA is loaded before.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from attnworks.backends import BackwardLauncher, Launcher
+from attnworks.errors import Verdict
+from attnworks.hardware import Hardware
+from attnworks.masks import Bounds, describe
+from attnworks.plan import Plan
+from attnworks.problem import Problem
+from attnworks.scores import ScoreTerm
+
+NAME = "cuda"
+KERNELS: tuple[Path, ...] = ()
+DTYPES = (torch.bfloat16, torch.float16)
+CAPABILITY = "9.0"
+MAX_HEAD_DIM = 256
+# So few tiles of rows leave most of the card without work, which many keys make long.
+FEW_TILES_SHARE, MANY_KEYS = 4, 4096
+
+
+@cache
+def missing() -> str:
+    """Why nothing can be compiled in this process, "" if it can."""
+    from attnworks.backends.cuda.compile import library_path
+
+    return "" if library_path() else "NVRTC is not installed (pip package nvidia-cuda-nvrtc, which PyTorch brings)"
+
+
+def verdict(problem: Problem, hardware: Hardware) -> Verdict:
+    if not problem.device.startswith("cuda"):
+        return Verdict(NAME, (f"tensors are on {problem.device}, it runs on NVIDIA GPUs",))
+    reasons = _device_reasons(hardware)
+    if problem.dtype not in DTYPES:
+        reasons.append(f"dtype {problem.dtype} (has bfloat16, float16)")
+    if problem.form == "decode":
+        reasons.append("caches")
+    if problem.differentiable:
+        reasons.append("an input requires grad, and it has no backward")
+    if problem.transformed:
+        reasons.append("forward-mode AD or a functorch transform must see torch operations")
+    if problem.traced:
+        reasons.append("a tracer or a tensor subclass must see torch operations")
+    if not all(isinstance(term, Bounds) for term in problem.mask):
+        reasons.append(f"mask {describe(problem.mask)} (has causal and window)")
+    reasons += _score_reasons(problem.scores)
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) > MAX_HEAD_DIM:
+            reasons.append(f"{name} {getattr(problem, name)} (at most {MAX_HEAD_DIM})")
+    if problem.head_dim_v % 8:
+        reasons.append(f"head_dim_v {problem.head_dim_v} (a multiple of 8: it writes 16 bytes at a time)")
+    return Verdict(NAME, tuple(reasons + _layout_reasons(problem, hardware)))
+
+
+def _device_reasons(hardware: Hardware) -> list[str]:
+    reasons = [missing()] if missing() else []
+    if torch.version.hip is not None:
+        reasons.append("an AMD GPU, it runs on NVIDIA GPUs")
+    elif hardware.capability != CAPABILITY:
+        reasons.append(f"compute capability {hardware.capability} (its kernels are for {CAPABILITY})")
+    return reasons
+
+
+def _score_reasons(scores: tuple[ScoreTerm, ...]) -> list[str]:
+    reasons = [f"score modifier {term.kind}" for term in scores if term.kind not in ("softcap", "sink")]
+    if sum(term.kind == "softcap" for term in scores) > 1:
+        reasons.append("more than one softcap")
+    return reasons
+
+
+def _layout_reasons(problem: Problem, hardware: Hardware) -> list[str]:
+    """What of sizes, strides and addresses it can't take."""
+    from attnworks.backends.cuda import maps, plans
+
+    p = problem
+    reasons = maps.stride_reasons(p)
+    if max(p.seq_q, p.seq_kv, p.total_q, p.total_kv) >= plans.FAR:
+        reasons.append(f"sequences of {max(p.seq_q, p.seq_kv, p.total_q, p.total_kv)} (less than 2^29)")
+    tiles = -(-p.seq_q // 128) * p.batch * p.heads_q
+    if tiles >= 2**30:
+        reasons.append(f"{tiles} tiles of rows (less than 2^30)")
+    if p.form == "dense" and 0 < tiles * FEW_TILES_SHARE <= hardware.units and p.seq_kv >= MANY_KEYS:
+        reasons.append(
+            f"{tiles} tiles of rows for {hardware.units} multiprocessors and {p.seq_kv} keys, which it does not split"
+        )
+    return reasons
+
+
+def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
+    from attnworks.backends.cuda import plans
+
+    return [plans.plan_for(problem)]
+
+
+def check_plan(problem: Problem, plan: Plan) -> None:
+    from attnworks.backends.cuda import plans
+
+    plans.check(problem, plan)
+
+
+def resources(problem: Problem, plan: Plan) -> dict[str, int]:
+    from attnworks.backends.cuda import plans
+
+    return {"shared": plans.variant(problem, plan).shared_bytes}
+
+
+def prepare(problem: Problem, plan: Plan) -> Launcher:
+    from attnworks.backends.cuda import launch
+
+    return launch.prepare(problem, plan)
+
+
+def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher | None:
+    raise NotImplementedError("the verdict refuses problems that need a backward")

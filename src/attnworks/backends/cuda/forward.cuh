@@ -1,0 +1,304 @@
+// The forward kernel for Hopper: FlashAttention-3's plan (arXiv:2407.08608). A persistent thread block on each
+// multiprocessor: one producer warp keeps TMA copies under way, GROUPS warpgroups of consumers own 64 query rows each.
+// While the tensor cores work on S of the next KV tile and on P V of this one, the warps take exponentials; with two
+// groups, they take turns at issuing products, so that one's exponentials lie under the other's products.
+//
+//   producer   find a tile of rows -> Q, K and V of it, into rings of STAGES buffers
+//   consumers  S = Q K^T -> score -> mask -> softmax -> O += P V; after the last KV tile LSE and O
+
+constexpr int Q_CHUNKS = (HEAD_DIM + 63) / 64, V_CHUNKS = (HEAD_DIM_V + 63) / 64;  // of 64 columns: one swizzled line
+constexpr u32 Q_CHUNK = 64 * 128, KV_CHUNK = TILE_KV * 128;                      // bytes
+constexpr u32 Q_BYTES = Q_CHUNKS * Q_CHUNK, K_BYTES = Q_CHUNKS * KV_CHUNK, V_BYTES = V_CHUNKS * KV_CHUNK;
+
+// Shared memory: Q of each group, rings of K and of V, barriers, two slots for what the producer found. SHARED_BYTES
+// (source.py) is its size. Of each barrier: what its phases tell whom.
+struct Shared {
+  u32 q, k, v;
+  u32 q_full;   // [GROUPS] TMA -> group: its 64 rows of Q are there
+  u32 q_empty;  // [GROUPS] group -> producer: the last product that reads Q is done, the next tile's may come
+  u32 k_full;   // [STAGES] TMA -> consumers: a tile of K is there
+  u32 k_empty;  // [STAGES] consumers -> producer: all warps are done with it
+  u32 v_full, v_empty;        // [STAGES] the same for V
+  u32 work_full, work_empty;  // [2] producer -> consumers: a tile of rows was found; consumers -> producer: it was read
+  u32 work;
+};
+DEV Shared layout(u32 base) {
+  Shared s;
+  s.q = base, s.k = s.q + GROUPS * Q_BYTES, s.v = s.k + STAGES * K_BYTES;
+  s.work = s.v + STAGES * V_BYTES, s.q_full = s.work + 2 * WORK_BYTES, s.q_empty = s.q_full + 8 * GROUPS;
+  s.k_full = s.q_empty + 8 * GROUPS, s.k_empty = s.k_full + 8 * STAGES;
+  s.v_full = s.k_empty + 8 * STAGES, s.v_empty = s.v_full + 8 * STAGES;
+  s.work_full = s.v_empty + 8 * STAGES, s.work_empty = s.work_full + 16;
+  return s;
+}
+DEV void init_barriers(const Shared& s) {
+  const int warps = 4 * GROUPS;  // each consumer warp arrives once, by its first lane
+  for (int i = 0; i < GROUPS; i++) barrier_init(s.q_full + 8 * i, 1), barrier_init(s.q_empty + 8 * i, 4);
+  for (int i = 0; i < STAGES; i++) {
+    barrier_init(s.k_full + 8 * i, 1), barrier_init(s.k_empty + 8 * i, warps);
+    barrier_init(s.v_full + 8 * i, 1), barrier_init(s.v_empty + 8 * i, warps);
+  }
+  for (int i = 0; i < 2; i++) barrier_init(s.work_full + 8 * i, 1), barrier_init(s.work_empty + 8 * i, warps);
+  barrier_init_done();
+}
+
+// Where one side of a ring is. Full barriers are waited for at `phase`, empty ones at the phase before, which for the
+// first lap is over from the beginning.
+struct Ring {
+  int stage = 0, phase = 0;
+  DEV void advance() {
+    if (++stage == STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+// Rows of K or V from `key` on. The rows past the sequence's last arrive as 0: a packed sequence is described by a tensor
+// with two dimensions more, in which any row can be the last (maps.py).
+constexpr int WRAP = 1 << 30;
+DEV void load_rows(u32 to, const TensorMap* map, u32 barrier, int chunks, int key, int head, const Work& w) {
+  const int present = min(TILE_KV, w.keys - key);
+  for (int c = 0; c < chunks; c++) {
+    if (VARLEN)
+      tma_load(to + c * KV_CHUNK, map, barrier, 64 * c, WRAP - present, head, w.start_kv + key + present, WRAP);
+    else
+      tma_load(to + c * KV_CHUNK, map, barrier, 64 * c, key, head, w.batch);
+  }
+}
+
+DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const TensorMap* v, const Params& p, int lane) {
+  Ring k_ring, v_ring;
+  Cursor cursor = {};
+  const bool leads = !VARLEN || lane == 0;  // of packed sequences the whole warp looks for the next tile
+  int n = blockIdx.x;
+#pragma unroll 1
+  for (int turn = 0;; turn++) {
+    Work w;
+    const bool more = find(p, n, lane, cursor, w);
+    // The slot's last reader must be done with it; only then is it written, and only then may it be read.
+    barrier_wait(s.work_empty + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
+    if (leads) {
+      shared_store(s.work + (turn & 1) * WORK_BYTES, make_int4(w.row, w.head, w.batch, w.start_q));
+      if (VARLEN) shared_store(s.work + (turn & 1) * WORK_BYTES + 16, make_int4(w.rows, w.keys, 0, 0));
+      barrier_arrive(s.work_full + 8 * (turn & 1));
+    }
+    if (!more) break;
+    int next = n + gridDim.x;
+    if (DYNAMIC) {
+      if (leads) next = (int)(atomicAdd(p.counter, 1u) + gridDim.x);
+      if (VARLEN) next = __shfl_sync(~0u, next, 0);
+    }
+    const Span span = visited(w.row, w.rows, w.keys, diagonals(p, w.rows, w.keys));
+    const int kv_head = w.head / p.group;
+    auto load = [&](Ring& ring, const TensorMap* map, u32 full, u32 empty, u32 to, u32 bytes, int chunks, int tile) {
+      barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);  // every consumer is done with what the buffer held
+      if (leads) {
+        barrier_expect(full + 8 * ring.stage, bytes);
+        load_rows(to + ring.stage * bytes, map, full + 8 * ring.stage, chunks, tile * TILE_KV, kv_head, w);
+      }
+      ring.advance();
+    };
+    auto load_k = [&](int tile) { load(k_ring, k, s.k_full, s.k_empty, s.k, K_BYTES, Q_CHUNKS, tile); };
+    auto load_v = [&](int tile) { load(v_ring, v, s.v_full, s.v_empty, s.v, V_BYTES, V_CHUNKS, tile); };
+    load_k(span.last - 1);
+    for (int g = 0; g < GROUPS; g++) {
+      barrier_wait(s.q_empty + 8 * g, (turn & 1) ^ 1);  // the group's last product with the Q of the tile before is done
+      if (leads) {
+        barrier_expect(s.q_full + 8 * g, Q_BYTES);
+        for (int c = 0; c < Q_CHUNKS; c++)
+          tma_load(s.q + g * Q_BYTES + c * Q_CHUNK, q, s.q_full + 8 * g, 64 * c, (VARLEN ? w.start_q : 0) + w.row + 64 * g,
+                   w.head, VARLEN ? 0 : w.batch);
+      }
+    }
+#pragma unroll 1
+    for (int tile = span.last - 2; tile >= span.first; tile--) load_k(tile), load_v(tile + 1);
+    load_v(span.first);
+    n = next;
+  }
+  // The last thread block leaves the counters as it found them, for the next launch: all have drawn their last number.
+  if (DYNAMIC && leads && atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) p.counter[0] = 0, p.counter[1] = 0;
+}
+
+DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane) {
+  float O[HEAD_DIM_V / 2], S[TILE_KV / 2];
+  u32 P[TILE_KV / 4];
+  Rows rows = {};
+  Ring k_ring, v_ring;
+  const u64 q_tile = descriptor(s.q + group * Q_BYTES, 16), k_tiles = descriptor(s.k, 16);
+  const u64 v_tiles = descriptor(s.v, KV_CHUNK);
+  Work w;
+  Diagonals d;
+  Span span = {0, 1};
+  Place to;
+  int turn = 0, row = 0, tile = 0;
+  float sink = 0;
+
+  auto first_tile = [&] { return LEFT ? span.first : 0; };  // the one that is walked to last
+  // One lane speaks for its warp: its products are done (wgmma_wait), so the warp no longer reads the buffer.
+  auto release = [&](u32 barrier) {
+    if (lane == 0) barrier_arrive(barrier);
+  };
+  auto wait_k = [&] { barrier_wait(s.k_full + 8 * k_ring.stage, k_ring.phase); };  // TMA's writes before our products
+  auto wait_v = [&] { barrier_wait(s.v_full + 8 * v_ring.stage, v_ring.phase); };
+  auto scores = [&] {  // S = Q K^T, begun
+    const u64 b = k_tiles + k_ring.stage * (K_BYTES >> 4);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 16; i++)
+      wgmma_qk(S, q_tile + (i / 4) * (Q_CHUNK >> 4) + (i % 4) * 2, b + (i / 4) * (KV_CHUNK >> 4) + (i % 4) * 2, i != 0);
+    wgmma_commit();
+  };
+  auto accumulate = [&](bool pass_turn) {  // O += P V, begun
+    const u64 b = v_tiles + v_ring.stage * (V_BYTES >> 4);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < TILE_KV / 16; i++)
+      wgmma_pv(O, P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3], b + i * (16 * 128 >> 4), 1);
+    if (PINGPONG && pass_turn) named_arrive(2 + (group ^ 1), 256);  // the other group may issue its products
+    wgmma_commit();
+  };
+  auto await_turn = [&] {
+    if (PINGPONG) named_sync(2 + group, 256);
+  };
+  auto end_turns = [&] {  // takes the turn that group 1 passed last, so that no arrival is left behind
+    if (PINGPONG && group == 0) named_sync(2, 256);
+  };
+  auto done_with_k = [&] {
+    release(s.k_empty + 8 * k_ring.stage);
+    if (tile == first_tile()) release(s.q_empty + 8 * group);  // no product of this tile of rows needs Q again
+    k_ring.advance();
+  };
+  auto done_with_v = [&] {
+    release(s.v_empty + 8 * v_ring.stage);
+    v_ring.advance();
+  };
+  auto next_work = [&] {  // false when there is none
+    barrier_wait(s.work_full + 8 * (turn & 1), turn >> 1 & 1);
+    const u32 slot = s.work + (turn & 1) * WORK_BYTES;
+    const int4 found = shared_load(slot);
+    w.row = found.x, w.head = found.y, w.batch = found.z, w.start_q = found.w, w.rows = p.rows, w.keys = p.keys;
+    if (VARLEN) {
+      const int4 lengths = shared_load(slot + 16);
+      w.rows = lengths.x, w.keys = lengths.y;
+    }
+    __syncwarp();  // all lanes have read the slot before it is given back
+    release(s.work_empty + 8 * (turn & 1));
+    if (w.batch < 0) return false;
+    d = diagonals(p, w.rows, w.keys);
+    span = visited(w.row, w.rows, w.keys, d);
+    tile = span.last - 1, row = w.row + 64 * group + 16 * warp + lane / 4;
+    barrier_wait(s.q_full + 8 * group, turn & 1);  // TMA's writes of Q before our products
+    turn++;
+    return true;
+  };
+  auto begin_rows = [&] {
+    to = place_of(p, w, row, lane);
+    if (SINK) sink = p.sink[w.head];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM_V / 2; i++) O[i] = 0;
+  };
+  auto first_probs = [&] {  // the tile that holds the last visible key: always masked
+    score(S, p);
+    mask(S, row, tile * TILE_KV, w.keys, d, lane);
+    softmax<true>(S, rows, p.factor);
+  };
+  auto step = [&](bool masked) {  // S of the next KV tile and P V of this one in flight together
+    tile--;
+    await_turn();
+    pin(S), pin(O), pin(P);
+    scores();
+    wait_v();
+    accumulate(true);
+    wgmma_wait<1>();  // S is there
+    pin(S);
+    done_with_k();
+    score(S, p);
+    if (masked) mask(S, row, tile * TILE_KV, w.keys, d, lane);
+    softmax<false>(S, rows, p.factor);
+    wgmma_wait<0>();  // O and P are free
+    pin(O), pin(P);
+    done_with_v();
+    to_operand(P, S);
+    rescale(O, rows);
+    if (tile > first_tile()) wait_k();
+  };
+
+  if (PINGPONG && group == 1) named_arrive(2, 256);  // the first turn is group 0's
+  if (!next_work()) {
+    end_turns();
+    return;
+  }
+  wait_k();
+  pin(S);
+  scores();
+  begin_rows();
+  wgmma_wait<0>();
+  pin(S);
+  done_with_k();
+  first_probs();
+  to_operand(P, S);
+  if (tile > first_tile()) wait_k();
+  for (bool more = true; more;) {
+    const int first = first_tile();
+    if (RIGHT) {  // down to the tiles that all rows see whole
+      const int whole = max(first, min(w.keys, w.row + d.high + 1) / TILE_KV);
+      while (tile > whole) step(true);
+    }
+    if (LEFT) {
+      const int whole = max(first, (w.row + TILE_Q - 1 + d.low + TILE_KV - 1) / TILE_KV);
+      while (tile > whole) step(false);
+      while (tile > first) step(true);
+    } else {
+      while (tile > first) step(false);
+    }
+    more = next_work();
+    if (more) {  // the last P V of this tile of rows beside the first S of the next
+      wait_k();
+      await_turn();
+      pin(S), pin(O), pin(P);
+      scores();
+      wait_v();
+      accumulate(true);
+      finish(rows, to, sink, lane);
+      wgmma_wait<1>();
+      pin(S);
+      done_with_k();
+      first_probs();
+      wgmma_wait<0>();
+      pin(O), pin(P);
+      done_with_v();
+      to_operand(P, S);
+      store(O, rows, p, to, lane);
+      begin_rows();
+      if (tile > first_tile()) wait_k();
+    } else {
+      wait_v();
+      pin(O), pin(P);
+      accumulate(false);
+      finish(rows, to, sink, lane);
+      wgmma_wait<0>();
+      pin(O);
+      done_with_v();
+      store(O, rows, p, to, lane);
+    }
+  }
+  end_turns();
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+    forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
+            const Params p) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const Shared s = layout(shared_address(memory));
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) init_barriers(s);
+  __syncthreads();  // nobody waits on a barrier before it is initialised
+  if (group == GROUPS) {
+    registers_give<PRODUCER_REGISTERS>();
+    if (warp == 0 && (VARLEN || lane == 0)) produce(s, &q, &k, &v, p, lane);
+#if VARLEN
+    else if (warp > 0) store_rows_of_none(p, 3 * blockIdx.x + warp - 1, 3 * gridDim.x, lane);
+#endif
+  } else {
+    registers_take<CONSUMER_REGISTERS>();
+    consume(s, p, group, warp, lane);
+  }
+}

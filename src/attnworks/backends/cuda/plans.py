@@ -1,0 +1,141 @@
+"""Which tiles a problem gets on Hopper, and what a kernel is compiled for: one table, a line for each choice."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from attnworks.backends.cuda.source import Variant
+from attnworks.masks import Bounds
+from attnworks.plan import Plan
+from attnworks.problem import Problem
+
+NAME = "cuda"
+SHARED_LIMIT = 232448  # bytes of one thread block, compute capability 9.0
+FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal, three of which fit 32 bits
+
+
+class Line(NamedTuple):
+    """For head dims up to these, a kind of mask ("" is any) and at least so many keys: tiles and stages."""
+
+    head_dim: int
+    head_dim_v: int
+    mask: str
+    keys: int
+    tile_q: int
+    tile_kv: int
+    stages: int
+
+
+# The first line that fits. TFLOP/s of a prototype of this kernel, bf16, 16k tokens, heads · head_dim = 2048, one H200
+# (2026-11-29), at N = 512, 1k, 2k, 4k, 8k, 16k; "not measured" where it had no such variant.
+TABLE = (
+    # 367 437 517 538 575 575; no other was tried
+    Line(64, 64, "full", 0, 192, 128, 3),
+    # 487 522 and 493 541 for two and three groups at 8k and 16k
+    Line(64, 64, "causal", 8192, 192, 128, 3),
+    # 254 350 428 463 against 222 296 413 462 for three groups: shorter tiles leave less of the triangle's edge unused
+    Line(64, 64, "", 0, 128, 128, 3),
+    # 722 735 against 712 720 for 128 keys; below 8k 502 582 662 690 against 534 634 687 693. Heads of 96: not measured
+    Line(128, 128, "full", 8192, 128, 144, 2),
+    # causal 326 473 590 640 660 671; no other was tried
+    Line(128, 128, "", 0, 128, 128, 2),
+    # not measured: the most keys whose two stages fit shared memory (192, 256) or whose S fits beside O (128)
+    Line(192, 128, "", 0, 128, 128, 2),
+    Line(192, 192, "", 0, 128, 96, 2),
+    Line(256, 256, "", 0, 128, 80, 2),
+)
+
+
+def bounds(p: Problem) -> dict[str, int]:
+    """The closed bounds as diagonals: query i sees keys from i + low to i + high, for either alignment. Limits beyond
+    all keys are left out, so that a window wider than the sequence costs nothing."""
+    found = {"low_bottom": -FAR, "high_bottom": FAR, "low_top": -FAR, "high_top": FAR}
+    for term in p.mask:
+        if not isinstance(term, Bounds):
+            continue
+        bottom = term.align == "bottom-right"
+        side, shift = ("bottom", p.seq_kv - p.seq_q) if bottom else ("top", 0)
+        known = p.form == "dense"  # packed sequences each have a shift of their own
+        if term.left is not None and not (known and p.seq_q - 1 + shift - term.left <= 0):
+            found[f"low_{side}"] = -min(term.left, FAR)
+        if term.right is not None and not (known and shift + term.right >= p.seq_kv - 1):
+            found[f"high_{side}"] = min(term.right, FAR)
+    return found
+
+
+def limited(p: Problem) -> tuple[bool, bool]:
+    """Whether the bounds hide keys to the left, and to the right."""
+    found = bounds(p)
+    left = max(found["low_bottom"], found["low_top"]) > -FAR
+    return left, min(found["high_bottom"], found["high_top"]) < FAR
+
+
+def plan_for(p: Problem) -> Plan:
+    """The table's plan."""
+    left, right = limited(p)
+    mask = "window" if left else "causal" if right else "full"
+    for line in TABLE:
+        fits = p.head_dim <= line.head_dim and p.head_dim_v <= line.head_dim_v and p.seq_kv >= line.keys
+        if fits and line.mask in ("", mask):
+            return Plan(NAME, "q_outer", line.tile_q, line.tile_kv, warps=line.tile_q // 16 + 4, stages=line.stages)
+    raise ValueError(f"head_dim, head_dim_v: were {p.head_dim}, {p.head_dim_v}, must be at most 256")
+
+
+def variant(p: Problem, plan: Plan) -> Variant:
+    """What the kernel of a problem and its plan is compiled for."""
+    left, right = limited(p)
+    kinds = {term.kind for term in p.scores}
+    return Variant(
+        bf16=str(p.dtype) == "torch.bfloat16",
+        head_dim=16 * math.ceil(p.head_dim / 16),
+        head_dim_v=32 * math.ceil(p.head_dim_v / 32),
+        tile_q=plan.tile_q,
+        tile_kv=plan.tile_kv,
+        stages=plan.stages,
+        left=left,
+        right=right,
+        varlen=p.form == "varlen",
+        partial_v=p.head_dim_v % 32 != 0,
+        modifier=2 if "softcap" in kinds else 0 if p.scale > 0 else 1,
+        sink="sink" in kinds,
+    )
+
+
+def tiles_of(p: Problem, plan: Plan) -> int:
+    """Tiles of rows, of all heads and sequences."""
+    return math.ceil(p.seq_q / plan.tile_q) * p.batch * p.heads_q
+
+
+def check(p: Problem, plan: Plan) -> None:
+    """Raises ``ValueError`` naming the field that the kernel can't be compiled for or run with."""
+    if plan.schedule != "q_outer":
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer'")
+    if plan.tile_q not in (128, 192):
+        raise ValueError(f"plan tile_q: was {plan.tile_q}, must be 128 or 192: two or three warpgroups of 64 rows")
+    if plan.tile_kv % 16 or not 16 <= plan.tile_kv <= 256:
+        raise ValueError(f"plan tile_kv: was {plan.tile_kv}, must be a multiple of 16 in 16..256")
+    if plan.warps != plan.tile_q // 16 + 4:
+        raise ValueError(f"plan warps: was {plan.warps}, must be {plan.tile_q // 16 + 4} for tile_q {plan.tile_q}")
+    if not 2 <= plan.stages <= 4:
+        raise ValueError(f"plan stages: was {plan.stages}, must be in 2..4")
+    for name in ("split_kv", "isa"):
+        if getattr(plan, name):
+            raise ValueError(f"plan {name}: was {getattr(plan, name)!r}, must be left out, the kernel has none")
+    built = variant(p, plan)
+    if built.shared_bytes > SHARED_LIMIT:
+        raise ValueError(
+            f"plan tile_q, tile_kv, stages: took {built.shared_bytes} bytes of shared memory, must take at most "
+            f"{SHARED_LIMIT}"
+        )
+    if built.accumulators > built.most_accumulators:
+        raise ValueError(
+            f"plan tile_kv: was {plan.tile_kv}, must leave S, P and O at most {built.most_accumulators} registers of a "
+            f"thread, took {built.accumulators}"
+        )
+
+
+def section(p: Problem, l2_bytes: int) -> int:
+    """Query heads whose K and V lie in so much of the L2 together."""
+    bytes_of_head = max(1, p.seq_kv * (p.head_dim + p.head_dim_v) * p.element_size)
+    return min(p.batch * p.heads_q, max(1, l2_bytes // bytes_of_head) * p.group)

@@ -1,0 +1,109 @@
+// Thin wrappers of the PTX that CUDA C++ has no word for. The wgmma wrappers are generated before this text (source.py),
+// as their operand lists depend on the tile.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+#define DEV __device__ __forceinline__
+#define INFINITE __int_as_float(0x7f800000)
+constexpr float LOG2E = 1.44269504089f, LN2 = 0.69314718056f;
+
+struct alignas(64) TensorMap {
+  u64 words[16];
+};
+
+// ---- mbarriers: counted arrivals and, for TMA, bytes; a wait is for the phase of the given parity to be over
+DEV u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEV void barrier_init(u32 b, u32 arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(arrivals)); }
+// Makes the initialised barriers visible to the copy engine; a __syncthreads() must follow for the other threads.
+DEV void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// Arrives, and adds to what the phase waits for the bytes that TMA is going to write.
+DEV void barrier_expect(u32 b, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes) : "memory");
+}
+DEV void barrier_arrive(u32 b) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory"); }
+DEV void barrier_wait(u32 b, u32 parity) {
+  asm volatile(
+      "{.reg .pred p; W: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @p bra.uni E; bra.uni W; E: }" ::"r"(b),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- shared memory by address
+DEV void shared_store(u32 to, int4 x) {
+  asm volatile("st.shared.v4.s32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+DEV int4 shared_load(u32 from) {
+  int4 x;
+  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+  return x;
+}
+
+// ---- named barriers of several warps
+DEV void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+DEV void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// ---- copies: a box of a tensor to shared memory, elements outside of the tensor as 0
+DEV void tma_load(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+DEV void tma_load(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6,%7}], "
+      "[%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// ---- registers: a warpgroup gives some up, or takes what others gave up
+template <int N> DEV void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> DEV void registers_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+
+// ---- wgmma: products run beside the warpgroup that issued them
+// Orders the warpgroup's earlier writes of accumulators and register operands before the products that follow.
+DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most N of the committed groups are still running; only then may their registers be touched.
+template <int N> DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+// The compiler doesn't know that products run on: this keeps it from moving reads or writes of their registers over it.
+template <int N> DEV void pin(float (&r)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(r[i])::"memory");
+}
+template <int N> DEV void pin(u32 (&r)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
+}
+// Describes a tile in shared memory whose rows of 64 elements lie in 128-byte swizzled lines. `chunk`: bytes from one 64
+// columns to the next, which matters only where the product runs over rows (V).
+DEV u64 descriptor(u32 address, u32 chunk) {
+  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(chunk >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+
+// ---- arithmetic
+DEV float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEV float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEV float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEV u32 pack(float low, float high) {  // two floats rounded to the input dtype
+  u32 r;
+#if BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#endif
+  return r;
+}

@@ -1,0 +1,104 @@
+// What there is to do: tiles of rows, in which order, and which keys each of them visits.
+struct Params {
+  void* out;
+  float* lse;          // null: not asked for
+  u32* counter;        // two words, zero between launches: the next tile, thread blocks that are done
+  const i64* ends_q;   // packed sequences: where each begins, and the last ends (cu_seqlens)
+  const i64* ends_kv;
+  const float* sink;   // one logit for each query head
+  i64 out_batch, out_head, out_row, lse_batch, lse_head;  // strides in elements
+  int batch, heads, group, rows, keys;  // group: query heads of one KV head; rows, keys: of a sequence, if not packed
+  int tiles, section;                   // tiles of rows of a sequence; heads whose K and V stay in L2 together
+  int total_q, dim_v;
+  int low_bottom, high_bottom, low_top, high_top;  // query i sees keys i + low to i + high, from either corner
+  float factor;   // takes scores, after score(), to exponents of 2
+  float inner;    // what score() multiplies by
+};
+
+// One tile of rows, as the producer finds it and the consumers read it from shared memory. batch < 0: no more work.
+struct Work {
+  int row, head, batch, rows, keys, start_q, start_kv;
+};
+constexpr u32 WORK_BYTES = 32;  // of which packed sequences use more than the first 16
+
+struct Diagonals {
+  int low, high;
+};
+DEV Diagonals diagonals(const Params& p, int rows, int keys) {
+  const int shift = keys - rows;
+  return {LEFT ? max(p.low_bottom + shift, p.low_top) : 0, RIGHT ? min(p.high_bottom + shift, p.high_top) : 0};
+}
+
+// KV tiles first..last - 1, walked from the last to the first. A tile of rows that sees no key visits one all the same,
+// all of it masked, so that it goes the way of the others and comes out as 0.
+struct Span {
+  int first, last;
+};
+DEV Span visited(int row, int rows, int keys, Diagonals d) {
+  const int begin = LEFT ? max(0, row + d.low) : 0;
+  const int end = RIGHT ? min(keys, min(row + TILE_Q, rows) + d.high) : keys;
+  if (end <= begin) return {0, 1};
+  return {begin / TILE_KV, (end + TILE_KV - 1) / TILE_KV};
+}
+
+// The n-th tile of `heads` heads with `tiles` tiles each. Under a causal mask long tiles go first, so that no long one is
+// left for the end, inside of sections of heads whose keys stay in L2.
+DEV void place(int n, int tiles, int heads, int section, int& tile, int& head) {
+  if (LONGEST_FIRST) {
+    const int per = section * tiles, s = n / per, r = n - s * per, inside = min(section, heads - s * section);
+    const int x = r / inside;
+    tile = tiles - 1 - x, head = s * section + (r - x * inside);
+  } else {
+    head = n / tiles, tile = n - head * tiles;
+  }
+}
+
+#if VARLEN
+// Packed sequences have no fixed number of tiles: the producer's warp walks along cu_seqlens, 32 sequences at a time, to
+// the one that holds tile n. n only grows, so each thread block walks along them once.
+struct Cursor {
+  int sequence, before;  // the first of the 32 in view; tiles of the sequences before it
+};
+DEV bool find(const Params& p, int n, int lane, Cursor& c, Work& w) {
+  for (; c.sequence < p.batch; c.sequence += 32) {
+    const int s = c.sequence + lane;
+    const int rows = s < p.batch ? (int)(p.ends_q[s + 1] - p.ends_q[s]) : 0;
+    const int own = (rows + TILE_Q - 1) / TILE_Q * p.heads;
+    int sum = own;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += other;
+    }
+    const u32 reached = __ballot_sync(~0u, n < c.before + sum);
+    if (reached) {
+      const int l = __ffs(reached) - 1, r = n - c.before - __shfl_sync(~0u, sum - own, l);
+      w.batch = c.sequence + l, w.rows = __shfl_sync(~0u, rows, l);
+      w.start_q = (int)p.ends_q[w.batch], w.start_kv = (int)p.ends_kv[w.batch];
+      w.keys = (int)(p.ends_kv[w.batch + 1] - w.start_kv);
+      const i64 bytes = max((i64)w.keys * KV_ROW_BYTES, (i64)1);
+      const int section = (int)min((i64)p.heads, max(L2_SECTION_BYTES / bytes, (i64)1) * p.group);
+      int tile;
+      place(r, (w.rows + TILE_Q - 1) / TILE_Q, p.heads, section, tile, w.head);
+      w.row = tile * TILE_Q;
+      return true;
+    }
+    c.before += __shfl_sync(~0u, sum, 31);
+  }
+  w.batch = -1;
+  return false;
+}
+#else
+struct Cursor {};
+DEV bool find(const Params& p, int n, int, Cursor&, Work& w) {
+  if (n >= p.tiles * p.batch * p.heads) {
+    w.batch = -1;
+    return false;
+  }
+  int tile, head;
+  place(n, p.tiles, p.batch * p.heads, p.section, tile, head);
+  w.batch = head / p.heads, w.head = head - w.batch * p.heads, w.row = tile * TILE_Q;
+  w.rows = p.rows, w.keys = p.keys;
+  return true;
+}
+#endif

@@ -1,0 +1,121 @@
+"""The kernels' text: what is chosen at compile time as macros, the wgmma wrappers, and the parts in order.
+
+Text is generated here only for the wrappers, since an instruction's list of registers depends on the tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+
+PARTS = ("ptx.cuh", "schedule.cuh", "softmax.cuh", "epilogue.cuh", "forward.cuh")
+# K and V of the heads that are worked on together under a causal mask: so much stays in the 50 MB of L2.
+L2_SECTION_BYTES = 32 * 2**20
+WORK_BYTES, BARRIER_BYTES = 32, 8
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a forward kernel is compiled for. ``head_dim`` is rounded up to 16, ``head_dim_v`` to 32: columns beyond the
+    tensors' own arrive as 0; ``partial_v``: there are such in V. ``modifier``: see softmax.cuh."""
+
+    bf16: bool
+    head_dim: int
+    head_dim_v: int
+    tile_q: int
+    tile_kv: int
+    stages: int
+    left: bool = False
+    right: bool = False
+    varlen: bool = False
+    partial_v: bool = False
+    modifier: int = 0
+    sink: bool = False
+
+    @property
+    def groups(self) -> int:
+        return self.tile_q // 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether tiles differ so much in length that thread blocks draw them as they get free."""
+        return self.varlen or (self.right and not self.left)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a consumer's and of the producer's threads. Together they must not pass what the launch allots, else the
+        kernel waits for registers for ever."""
+        if self.groups == 3:
+            return 160, 32
+        return 232, 40
+
+    @property
+    def accumulators(self) -> int:
+        """Registers of a thread that S, P and O take."""
+        return self.head_dim_v // 2 + self.tile_kv // 2 + self.tile_kv // 4
+
+    @property
+    def most_accumulators(self) -> int:
+        """So many of them have compiled without spills."""
+        return 128 if self.groups == 3 else 196
+
+    @property
+    def shared_bytes(self) -> int:
+        """What the kernel lays out in shared memory (``layout`` in forward.cuh)."""
+        q_columns, v_columns = (64 * -(-dim // 64) for dim in (self.head_dim, self.head_dim_v))
+        tiles = 2 * (self.tile_q * q_columns + self.stages * self.tile_kv * (q_columns + v_columns))
+        return tiles + 2 * WORK_BYTES + BARRIER_BYTES * (2 * self.groups + 4 * self.stages + 4)
+
+    def macros(self) -> dict[str, int]:
+        own = {field.name.upper(): int(getattr(self, field.name)) for field in fields(self)}
+        consumer, producer = self.registers
+        return own | {
+            "GROUPS": self.groups, "PINGPONG": int(self.groups == 2), "DYNAMIC": int(self.dynamic),
+            "LONGEST_FIRST": int(self.right and not self.left),
+            "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
+            "KV_ROW_BYTES": 2 * (self.head_dim + self.head_dim_v), "L2_SECTION_BYTES": L2_SECTION_BYTES,
+        }  # fmt: skip
+
+
+def text(variant: Variant) -> str:
+    """The source of one kernel, ``forward``."""
+    dtype = "bf16" if variant.bf16 else "f16"
+    lines = [f"#define {name} {value}" for name, value in variant.macros().items()]
+    lines.append(_wgmma("wgmma_qk", variant.tile_kv, dtype, a_in_registers=False, b_transposed=False))
+    lines.append(_wgmma("wgmma_pv", variant.head_dim_v, dtype, a_in_registers=True, b_transposed=True))
+    return "\n".join([*lines, *(f'#line 1 "{part}"\n{_part(part)}' for part in PARTS)])
+
+
+@cache
+def _part(name: str) -> str:
+    return (resources.files("attnworks.backends.cuda") / name).read_text()
+
+
+def _wgmma(name: str, n: int, dtype: str, *, a_in_registers: bool, b_transposed: bool) -> str:
+    """A wrapper of wgmma.mma_async m64n``n``k16: d (+)= A B. ``b`` and an ``a`` in shared memory are descriptors; with
+    ``accumulate`` 0 what d held is forgotten. ``b_transposed``: its rows, not its columns, are what is summed over."""
+    size = n // 2
+    registers = ",".join(f"%{i}" for i in range(size))
+    if a_in_registers:
+        a, count = "{" + ",".join(f"%{size + i}" for i in range(4)) + "}", 4
+        arguments = ", ".join(f"unsigned a{i}" for i in range(4))
+        operands = ", ".join(f'"r"(a{i})' for i in range(4))
+        transposed = f"{int(b_transposed)}"
+    else:
+        a, count, arguments, operands = f"%{size}", 1, "unsigned long long a", '"l"(a)'
+        transposed = f"0, {int(b_transposed)}"
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(size))
+    b, flag = size + count, size + count + 1
+    return (
+        f"__device__ __forceinline__ void {name}(\n"
+        f"    float (&d)[{size}], {arguments}, unsigned long long b, int accumulate) {{\n"
+        f'  asm volatile("{{.reg .pred p; setp.ne.b32 p, %{flag}, 0; '
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype} "
+        f'{{{registers}}}, {a}, %{b}, p, 1, 1, {transposed};}}"\n'
+        f'    : {outputs}\n    : {operands}, "l"(b), "r"(accumulate));\n}}'
+    )

@@ -1,0 +1,182 @@
+"""The CUDA kernels compiled for Hopper, which need not be here, and the cache of what was compiled."""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnworks import Causal, Sink, Softcap, Window, masks, scores
+from attnworks.backends import cuda
+from attnworks.backends.cuda import compile as compiler
+from attnworks.backends.cuda import launch, plans
+from attnworks.backends.cuda.source import PARTS, Variant, text
+from attnworks.problem import Problem
+
+needs_nvrtc = pytest.mark.skipif(bool(cuda.missing()), reason=cuda.missing() or "NVRTC is here")
+STRIDES = (4096, 256, 256)
+PROBLEM = Problem(
+    "dense", 2, 4, 2, 1000, 1000, 128, 128, torch.bfloat16, "cuda:0", 0.125, STRIDES, STRIDES, STRIDES, return_lse=True
+)  # fmt: skip
+NOTHING = 'extern "C" __global__ void nothing() {}'
+
+
+def built(**changes: object) -> Variant:
+    problem = replace(PROBLEM, **changes)
+    return plans.variant(problem, plans.plan_for(problem))
+
+
+def of_line(line: plans.Line) -> Variant:
+    """The variant that a line of the table stands for, under a causal mask where it has a choice."""
+    mask = masks.split(None if line.mask == "full" else Causal())[0]
+    return built(head_dim=line.head_dim, head_dim_v=line.head_dim_v, mask=mask, seq_kv=max(line.keys, 1000))
+
+
+VARIANTS = {
+    **{f"line {number}": of_line(line) for number, line in enumerate(plans.TABLE)},
+    "packed, window, softcap, sink, fp16, padded": built(
+        form="varlen", total_q=9, total_kv=9, mask=masks.split(Window(9, 3))[0], head_dim=40, head_dim_v=72,
+        scores=scores.split((Softcap(5.0), Sink(torch.zeros(4))))[0], dtype=torch.float16,
+    ),
+}  # fmt: skip
+
+
+def frame_bytes(code: bytes) -> int:
+    """What the kernel keeps in memory for want of registers: its entry in the table .nv.info (EIATTR_FRAME_SIZE)."""
+    kind, found = b"\x04\x11\x08\x00", []
+    start = code.find(kind)
+    while start >= 0:
+        found.append(int.from_bytes(code[start + 8 : start + 12], "little"))
+        start = code.find(kind, start + 1)
+    assert found, "no entry of a frame's size"
+    return max(found)
+
+
+# Those whose registers are tightest, and all features at once: each takes seconds. tests/gpu runs the others.
+COMPILED = ("line 0", "line 3", "line 6", "packed, window, softcap, sink, fp16, padded")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", COMPILED)
+def test_lines_of_the_table_compile_without_spills(name: str) -> None:
+    code, log = compiler.compiled(text(VARIANTS[name]))
+    assert log == "", "also a warning that registers can't be handed over, or that products can't overlap"
+    assert frame_bytes(code) == 0
+    assert VARIANTS[name].shared_bytes <= plans.SHARED_LIMIT
+
+
+@needs_nvrtc
+def test_a_kernel_that_spills_is_seen() -> None:
+    spills = replace(VARIANTS["line 0"], head_dim_v=256, tile_kv=256, tile_q=128)
+    assert frame_bytes(compiler.compiled(text(spills))[0]) > 0
+
+
+def test_the_arguments_are_those_that_the_kernel_reads() -> None:
+    """Names, types and order of the struct's fields, from its text: both sides lay them out by C's rules."""
+    source = (Path(cuda.__file__).parent / "schedule.cuh").read_text()
+    body = re.search(r"struct Params \{(.*?)\};", source, re.DOTALL).group(1)
+    types = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float}
+    found = []
+    for declaration in re.sub(r"//.*", "", body).split(";"):
+        names = declaration.replace("const ", "").split(None, 1)
+        for name in names[1].split(",") if names else ():
+            kind = ctypes.c_void_p if "*" in declaration else types[names[0]]
+            found.append((name.strip(" *"), kind))
+    assert found == list(launch.Params._fields_)
+
+
+@needs_nvrtc
+def test_shared_memory_is_what_the_kernel_lays_out() -> None:
+    variant = VARIANTS["line 6"]
+    laid_out = "GROUPS * Q_BYTES + STAGES * (K_BYTES + V_BYTES) + 2 * WORK_BYTES + 8 * (2 * GROUPS + 4 * STAGES + 4)"
+    for size, right in ((variant.shared_bytes, True), (variant.shared_bytes + 8, False)):
+        check = f"{text(variant)}\nstatic_assert({laid_out} == {size});"
+        if right:
+            assert compiler.compiled(check)[0]
+        else:
+            with pytest.raises(compiler.CompileError, match="static assertion failed"):
+                compiler.compiled(check)
+
+
+@needs_nvrtc
+def test_what_the_compiler_says_names_the_part_and_its_line(tmp_path: Path) -> None:
+    broken = text(VARIANTS["line 0"]).replace("x = fmaxf(x, y);", "x = fmaxg(x, y);")
+    with pytest.raises(compiler.CompileError, match=r'softmax.cuh\(\d+\): error: identifier "fmaxg" is undefined'):
+        compiler.cubin(broken, folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_nvrtc
+def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = compiler.cubin(NOTHING, folder=tmp_path)
+    (kept,) = tmp_path.iterdir()
+    monkeypatch.setattr(compiler._Nvrtc, "compile", lambda *_: pytest.fail("compiled again"))
+    assert compiler.cubin(NOTHING, folder=tmp_path) == code
+    assert [kept] == list(tmp_path.iterdir())
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("damage", [b"", b"short", None])
+def test_a_damaged_file_is_compiled_anew(damage: bytes | None, tmp_path: Path) -> None:
+    code = compiler.cubin(NOTHING, folder=tmp_path)
+    (kept,) = tmp_path.iterdir()
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]) if damage is None else damage)
+    assert compiler.read(kept) is None
+    assert compiler.cubin(NOTHING, folder=tmp_path) == code
+    assert kept.read_bytes() == whole
+
+
+@needs_nvrtc
+def test_text_options_and_compiler_each_have_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.cubin(NOTHING, folder=tmp_path)
+    compiler.cubin(NOTHING + " ", folder=tmp_path)
+    compiler.cubin(NOTHING, (*compiler.OPTIONS, "--use_fast_math"), tmp_path)
+    monkeypatch.setattr(compiler._nvrtc(), "version", "99.0")
+    compiler.cubin(NOTHING, folder=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
+    """Threads here, and another process in between: readers see a whole file or none."""
+    path, code = tmp_path / "x.cubin", os.urandom(1 << 20)
+    script = f"""
+from pathlib import Path
+from attnworks.backends.cuda.compile import write
+for _ in range(50): write(Path({str(path)!r}), bytes.fromhex({code[:64].hex()!r}) * 9)
+"""
+    other = subprocess.Popen([sys.executable, "-c", script])
+    seen = set()
+    with ThreadPoolExecutor(4) as pool:
+        while other.poll() is None:
+            list(pool.map(lambda _: compiler.write(path, code), range(4)))
+            seen.add(len(compiler.read(path) or b"none"))
+    assert other.returncode == 0
+    assert seen <= {len(code), 64 * 9}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert compiler.write(tmp_path / "file" / "x.cubin", b"code") == b"code"
+
+
+def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "missing", lambda: "NVRTC is not installed")
+    from attnworks.hardware import load
+
+    assert "NVRTC is not installed" in cuda.verdict(PROBLEM, load("h200-sxm")).reasons
+    with pytest.raises(compiler.CompileError, match="could not be loaded from '/nowhere'"):
+        compiler._Nvrtc("/nowhere")
+
+
+def test_the_parts_are_data_of_the_package() -> None:
+    assert {path.name for path in Path(cuda.__file__).parent.glob("*.cuh")} == set(PARTS)

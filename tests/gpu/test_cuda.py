@@ -1,0 +1,196 @@
+"""The CUDA backend on a GPU that it is for: the quick cases, and what only a GPU shows."""
+
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+import gpu_worker
+from attnworks import Causal, Plan, Sink, Softcap, UnsupportedError, Window, attention, attention_varlen
+from attnworks.backends import cuda
+from attnworks.workbench import catalogue, properties
+from gpu_guarded import guarded
+from gpu_helpers import assert_close, exact, randn
+
+QUICK = [case.name for case in catalogue.select(quick=True)]
+JOBS = [*(("cuda", name, False) for name in QUICK), *(("cuda", name, True) for name in properties.CASES)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here() -> None:
+    """Skips where the backend does not run, by its own verdict."""
+    from attnworks.hardware import detect
+    from helpers import problem_of
+
+    q = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device="cuda")
+    verdict = cuda.verdict(problem_of(q, q, q), detect("cuda:0"))
+    if not verdict.supported:
+        pytest.skip(str(verdict))
+
+
+@pytest.mark.parametrize("job", JOBS, ids=[f"{name}{'-properties' if p else ''}" for _, name, p in JOBS])
+def test_case(job: gpu_worker.Job, results: dict[gpu_worker.Job, Future[gpu_worker.Found]]) -> None:
+    found = results[job].result(timeout=120)
+    assert [f"{check}: {message}" for status, check, message in found if status == "failed"] == []
+    if found[0][0] == "skipped":
+        pytest.skip(found[0][2])
+
+
+def qkv(batch=2, heads=4, seq=300, dim=128, dtype=torch.bfloat16):
+    return [randn(batch, heads, seq, dim, dtype=dtype) for _ in "qkv"]
+
+
+def test_auto_takes_it_and_goes_on_to_triton_where_it_refuses():
+    from attnworks import explain
+
+    q, k, v = qkv()
+    assert explain(q, k, v).backend == "cuda"
+    assert explain(q.float(), k.float(), v.float()).backend == "triton"
+    assert explain(q.requires_grad_(), k, v).backend == "triton"
+
+
+def test_unaligned_addresses_are_refused_by_name_and_go_elsewhere_by_auto():
+    q, k, v = qkv(dim=64)
+    expected = attention(q, k, v, backend="cuda")
+    memory = torch.empty(k.numel() + 1, dtype=k.dtype, device="cuda")
+    shifted = memory[1:].view(k.shape).copy_(k)
+    with pytest.raises(UnsupportedError, match="begins at an address"):
+        attention(q, shifted, v, backend="cuda")
+    assert_close(attention(q, shifted, v), expected)
+    assert torch.equal(attention(q, k, v, backend="cuda"), expected)
+
+
+@pytest.mark.parametrize("at_end", [False, True], ids=["beginning", "end"])
+@pytest.mark.parametrize("dim", [128, 40])
+def test_no_byte_outside_of_the_tensors_is_touched(dim, at_end):
+    """Not even for what a copy finds outside of them; packed sequences shorter and longer than a tile, and empty."""
+    ends = torch.tensor([0, 3, 3, 70, 400], device="cuda")
+    plain = [randn(400, 2, dim) for _ in "qkv"]
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "mask": Causal(), "backend": "cuda"}
+    expected = attention_varlen(*plain, **lengths)
+    assert torch.equal(attention_varlen(*(guarded(x, at_end) for x in plain), **lengths), expected)
+    dense = [x.transpose(0, 1)[None].contiguous() for x in plain]
+    expected = attention(*dense, backend="cuda")
+    assert torch.equal(attention(*(guarded(x, at_end) for x in dense), backend="cuda"), expected)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256), (40, 72)])
+@pytest.mark.parametrize("mask", [None, Causal(), Window(50, 30)], ids=["full", "causal", "window"])
+def test_packed_sequences_are_those_alone(dims, mask):
+    """Rows past cu_seqlens[-1], between, and of other sequences hold NaN or nothing of this one."""
+    dim, dim_v = dims
+    ends_q = torch.tensor([0, 70, 70, 133, 500], device="cuda", dtype=torch.int32)
+    ends_kv = torch.tensor([0, 90, 100, 100, 700], device="cuda", dtype=torch.int32)
+    q, k, v = randn(520, 4, dim), randn(720, 2, dim), randn(720, 2, dim_v)
+    q[500:], k[700:], v[700:], k[90:100], v[90:100] = (torch.nan,) * 5
+    lengths = {"cu_seqlens_q": ends_q, "cu_seqlens_kv": ends_kv, "max_seqlen_q": 367, "max_seqlen_kv": 600}
+    out, lse = attention_varlen(q, k, v, **lengths, mask=mask, return_lse=True, backend="cuda")
+    assert not out[500:].any() and (lse[:, 500:] == -torch.inf).all() and out.isfinite().all()
+    for number in (0, 2, 3):
+        rows, keys = (slice(*ends[number : number + 2].tolist()) for ends in (ends_q, ends_kv))
+        alone = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
+        wanted, wanted_lse = attention(*alone, mask=mask, return_lse=True, backend="triton")
+        assert_close(out[rows].transpose(0, 1)[None], wanted)
+        torch.testing.assert_close(lse[:, rows][None], wanted_lse, atol=1e-4, rtol=1e-4)
+
+
+def test_a_fused_buffer_is_read_in_place():
+    q, k, v = qkv()
+    expected = attention(q, k, v, mask=Causal(), backend="cuda")
+    fused = torch.full((2, 300, 3, 5, 136), torch.nan, dtype=q.dtype, device="cuda")
+    parts = [fused[:, :, i, :4, :128] for i in range(3)]
+    for part, x in zip(parts, (q, k, v), strict=True):
+        part.copy_(x.transpose(1, 2))
+    before = torch.cuda.memory_allocated()
+    out = attention(*parts, mask=Causal(), layout="bshd", backend="cuda")
+    assert torch.cuda.memory_allocated() - before <= out.numel() * 2 + 512
+    assert torch.equal(out.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("plan", [(128, 96, 2), (128, 64, 4), (192, 64, 2)])
+def test_another_plan(plan):
+    tile_q, tile_kv, stages = plan
+    q, k, v = qkv(dim=64)
+    chosen = Plan("cuda", "q_outer", tile_q, tile_kv, warps=tile_q // 16 + 4, stages=stages)
+    assert_close(attention(q, k, v, mask=Causal(), plan=chosen), exact(q, k, v, causal=True))
+
+
+def test_thirty_runs_give_the_same_bits():
+    q, k, v = qkv(seq=2048)
+    for mask in (None, Causal()):
+        outs = [attention(q, k, v, mask=mask, backend="cuda") for _ in range(30)]
+        assert all(torch.equal(outs[0], out) for out in outs)
+
+
+def test_streams_at_once_and_a_graph():
+    """Causal tiles are drawn from a counter, which launches that run at once must not share."""
+    problems = [qkv(seq=2048) for _ in range(3)]
+    expected = [attention(*each, mask=Causal(), backend="cuda") for each in problems]
+    graph = torch.cuda.CUDAGraph()
+    torch.use_deterministic_algorithms(False)
+    with torch.cuda.graph(graph):
+        captured = [attention(*each, mask=Causal(), backend="cuda") for each in problems]
+    torch.cuda.synchronize()
+    found = [[], [], []]
+    streams = [torch.cuda.Stream() for _ in problems]
+    for _ in range(5):
+        graph.replay()
+        for number, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                found[number].append(attention(*problems[number], mask=Causal(), backend="cuda"))
+    torch.cuda.synchronize()
+    for outs, replayed, wanted in zip(found, captured, expected, strict=True):
+        assert all(torch.equal(out, wanted) for out in (*outs, replayed))
+
+
+def test_a_graph_replays_with_new_values():
+    q, k, v = qkv()
+    torch.use_deterministic_algorithms(False)
+    graph = torch.cuda.CUDAGraph()
+    attention(q, k, v, mask=Causal(), backend="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = attention(q, k, v, mask=Causal(), backend="cuda")
+    for x in (q, k, v):
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(out, attention(q, k, v, mask=Causal(), backend="cuda"))
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (1, 1), (1, 129), (129, 1), (0, 0)])
+def test_sizes_of_zero_and_one(sizes):
+    q, k, v = (randn(2, 3, n, 64) for n in (sizes[0], sizes[1], sizes[1]))
+    out, lse = attention(q, k, v, return_lse=True, backend="cuda")
+    assert_close(out, exact(q, k, v))
+    assert sizes[1] or (lse == -torch.inf).all()
+
+
+def test_more_heads_and_sequences_than_a_grid_has_room_for():
+    q, k, v = (randn(1100, 64, n, 16) for n in (3, 5, 5))
+    out = attention(q, k, v, mask=Causal(), backend="cuda")
+    assert_close(out[-1:], exact(q[-1:], k[-1:], v[-1:], causal=True))
+    ends = torch.arange(2**16 + 1, device="cuda", dtype=torch.int32)
+    q, k, v = (randn(2**16, 2, 64) for _ in "qkv")
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 1, "max_seqlen_kv": 1}
+    assert torch.equal(attention_varlen(q, k, v, **lengths, backend="cuda"), v), "one key gives its value"
+
+
+def test_strides_past_two_to_the_31():
+    far = 2**31 + 2**20
+    huge = torch.empty(far + 2**16, dtype=torch.bfloat16, device="cuda")
+    q, k, v = (randn(2, 2, 200, 64) for _ in "qkv")
+    expected = attention(q, k, v, backend="cuda")
+    for number in range(3):
+        moved = [q, k, v]
+        moved[number] = huge.as_strided(q.shape, (far, 200 * 64, 64, 1)).copy_(moved[number])
+        assert torch.equal(attention(*moved, backend="cuda"), expected)
+
+
+def test_softcap_and_sink_against_triton():
+    q, k, v = (20 * x for x in qkv(dim=64))
+    for scores in ((Softcap(5.0),), (Sink(torch.tensor([0.5, 100.0, -100.0, 3.0], device="cuda")),)):
+        found = attention(q, k, v, mask=Causal(), scores=scores, return_lse=True, backend="cuda")
+        wanted = attention(q, k, v, mask=Causal(), scores=scores, return_lse=True, backend="triton")
+        assert_close(found[0], wanted[0])
+        torch.testing.assert_close(found[1], wanted[1], atol=1e-3, rtol=1e-4)
