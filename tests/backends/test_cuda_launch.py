@@ -3,6 +3,7 @@
 import ctypes
 import re
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -48,6 +49,7 @@ class Library:
         self.launched: list[SimpleNamespace] = []
         self.answers: list[int] = []  # to the launches that follow
         self.current: list[int] = []
+        self.takes = 0.0  # seconds of a launch, in which other threads run
         self.address_in, self.any_address = "first", True
 
         def encode(place, dtype, rank, address, sizes, strides, box, steps, *modes) -> int:
@@ -62,6 +64,7 @@ class Library:
             return 0
 
         def launch_kernel(config, function, arguments, extra) -> int:
+            time.sleep(self.takes)
             at = (ctypes.c_void_p * 4).from_address(arguments)
             params = launch.Params.from_buffer_copy(ctypes.string_at(at[3], ctypes.sizeof(launch.Params)))
             read = driver.LaunchConfig.from_buffer_copy(ctypes.string_at(config, ctypes.sizeof(driver.LaunchConfig)))
@@ -297,12 +300,13 @@ def test_threads_that_share_a_launcher_each_launch_their_own_tensors(library: Li
     outs: dict[int, tuple[int, ...]] = {}
 
     def call(number: int) -> None:
-        for _ in range(20):
+        for _ in range(3):
             out, _ = run(Operands(*inputs[number]))
             outs[out.data_ptr()] = tuple(x.data_ptr() for x in inputs[number])
             kept.append(out)
 
     kept: list[torch.Tensor] = []
+    library.takes = 0.005
     threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
     [thread.start() for thread in threads], [thread.join() for thread in threads]
     seen = {x.params.out: tuple(words[0] for words in x.maps) for x in library.launched}
