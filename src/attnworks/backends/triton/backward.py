@@ -21,10 +21,10 @@ from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
     in_part,
-    inside,
     load_tile,
     loop_of,
     offsets_of,
+    seen,
     sequence,
     store_tile,
     tile_at,
@@ -184,11 +184,14 @@ def gather_queries(
             products, grad_probs, row_lse[None, :], row_delta[None, :],
             b, head, positions[None, :], keys[:, None], seq_kv - seq_q, scale, score_operands, SCORE, SCORE_GRAD,
         )  # fmt: skip
-        if LEFT or RIGHT or TAIL or MASK is not None:
+        if TAIL:
+            visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK, True)
+            probs, grad = tl.where(visible, probs, 0.0), tl.where(visible, grad, 0.0)
+        elif LEFT or RIGHT or MASK is not None:
             if in_part(place, full_start, full_end, RIGHT and MASK is None):
-                visible = tl.trans(inside(positions, keys, seq_kv, low, high, LEFT, RIGHT))
-                if MASK is not None:
-                    visible = visible & MASK(b, head, positions[None, :], keys[:, None], seq_kv - seq_q, mask_operands)
+                visible = seen(
+                    b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK, True
+                )
                 probs, grad = tl.where(visible, probs, 0.0), tl.where(visible, grad, 0.0)
         acc_v = tl.dot(probs.to(d_tile.dtype), d_tile, acc_v, input_precision=PRECISION)
         acc_k = tl.dot(grad.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
@@ -282,11 +285,12 @@ def gather_keys(
             products, grad_probs, row_lse, row_delta,
             b, head, positions[:, None], keys[None, :], seq_kv - seq_q, scale, score_operands, SCORE, SCORE_GRAD,
         )  # fmt: skip
-        if LEFT or RIGHT or TAIL or MASK is not None:
+        if TAIL:
+            visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
+            grad = tl.where(visible, grad, 0.0)
+        elif LEFT or RIGHT or MASK is not None:
             if in_part(place, full_start, full_end, LEFT and MASK is None):
-                visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
-                if MASK is not None:
-                    visible = visible & MASK(b, head, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
+                visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
                 grad = tl.where(visible, grad, 0.0)
         acc = tl.dot(grad.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     return acc

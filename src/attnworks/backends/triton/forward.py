@@ -19,10 +19,10 @@ from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
     in_part,
-    inside,
     load_tile,
     loop_of,
     offsets_of,
+    seen,
     sequence,
     store_tile,
     tile_at,
@@ -183,11 +183,12 @@ def attend(
                     tl.float32
                 )
             scores = scores * LOG2E
-        if LEFT or RIGHT or TAIL or MASK is not None:
+        if TAIL:  # without a branch, which the compiler schedules worse
+            visible = seen(b, heads, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
+            scores = tl.where(visible, scores, -float("inf"))
+        elif LEFT or RIGHT or MASK is not None:
             if in_part(place, full_start, full_end, LEFT and MASK is None):
-                visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
-                if MASK is not None:
-                    visible = visible & MASK(b, heads, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
+                visible = seen(b, heads, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
                 scores = tl.where(visible, scores, -float("inf"))
         # Folded, the scale is one more factor in the exponential's argument, which a fused multiply-add takes along.
         factor = scale * LOG2E if FOLDED else 1.0

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from attnworks.backends.triton.backward import probs_and_grad
-from attnworks.backends.triton.parts import diagonals, inside, load_tile, sequence, tile_ranges
+from attnworks.backends.triton.parts import diagonals, load_tile, seen, sequence, tile_ranges
 
 
 @triton.jit
@@ -66,10 +66,10 @@ def grad_bias(
                     v_tile = load_tile(
                         v + v_start + kv_head * v_strides[1], far * v_strides[2], present, HEAD_DIM_V, BLOCK_DV, True
                     )
-                    visible = inside(positions, keys, keys_kv, low, high, LEFT, RIGHT)
+                    visible = seen(
+                        b, head, positions, keys, rows_q, keys_kv, low, high, mask_operands, LEFT, RIGHT, MASK
+                    )
                     at_q, at_k = positions[:, None], keys[None, :]
-                    if MASK is not None:
-                        visible = visible & MASK(b, head, at_q, at_k, keys_kv - rows_q, mask_operands)
                     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     grad_probs = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)
                     _probs, grad_scores = probs_and_grad(

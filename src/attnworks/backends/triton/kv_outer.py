@@ -19,9 +19,9 @@ from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
     in_part,
-    inside,
     load_tile,
     offsets_of,
+    seen,
     store_tile,
     tile_at,
     visited_tiles,
@@ -115,9 +115,7 @@ def visit(
         scores = scores.to(tl.float32) * LOG2E
         if LEFT or RIGHT or MASK is not None:
             if in_part(place, full_start, full_end, RIGHT and MASK is None):
-                visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
-                if MASK is not None:
-                    visible = visible & MASK(b, head, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
+                visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
                 scores = tl.where(visible, scores, -float("inf"))
         if TAIL_KV:
             scores = tl.where((keys < seq_kv)[None, :], scores, -float("inf"))

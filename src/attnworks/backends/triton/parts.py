@@ -97,6 +97,22 @@ def in_part(place, full_start, full_end, LEFT: tl.constexpr):
 
 
 @triton.jit
+def seen(
+    b, head, rows, keys, seq_q, seq_kv, low, high, mask_operands,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
+):  # fmt: skip
+    """(rows, keys) of booleans, (keys, rows) if KEYS_FIRST: whether the row sees the key."""
+    visible = inside(rows, keys, seq_kv, low, high, LEFT, RIGHT)
+    if KEYS_FIRST:
+        visible = tl.trans(visible)
+        if MASK is not None:
+            visible = visible & MASK(b, head, rows[None, :], keys[:, None], seq_kv - seq_q, mask_operands)
+    elif MASK is not None:
+        visible = visible & MASK(b, head, rows[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
+    return visible
+
+
+@triton.jit
 def offsets_of(rows, stride, WIDE: tl.constexpr):
     """Element offsets of ``rows``; 64-bit where the rows of one tile lie 2**31 elements apart."""
     return rows.to(tl.int64) * stride if WIDE else rows * stride

@@ -11,7 +11,7 @@ overflows. Every tile is computed, whatever the mask hides.
 import triton
 import triton.language as tl
 
-from attnworks.backends.triton.parts import LN2, LOG2E, diagonals, inside, load_tile, store_tile
+from attnworks.backends.triton.parts import LN2, LOG2E, diagonals, load_tile, seen, store_tile
 
 
 @triton.jit
@@ -41,9 +41,7 @@ def write_scores(
         s = SCORE(s, b, head, positions[:, None], keys[None, :], seq_kv - seq_q, score_operands)
     if LEFT or RIGHT or MASK is not None:
         low, high = diagonals(seq_q, seq_kv, low_bottom, high_bottom, low_top, high_top)
-        visible = inside(positions, keys, seq_kv, low, high, LEFT, RIGHT)
-        if MASK is not None:
-            visible = visible & MASK(b, head, positions[:, None], keys[None, :], seq_kv - seq_q, mask_operands)
+        visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
         s = tl.where(visible, s, -float("inf"))
     to = scores + (unit.to(tl.int64) * seq_q + rows[:, None]) * seq_kv + columns[None, :]
     tl.store(to, s.to(scores.dtype.element_ty), mask=(positions < seq_q)[:, None] & (keys < seq_kv)[None, :])
