@@ -30,7 +30,7 @@ def _wide_tiles(plan: Plan) -> Plan | None:
 
 
 def _splits(plan: Plan) -> Plan | None:
-    return Plan("triton", "split_kv", 32, 16, 16, warps=4, stages=1) if plan.schedule == "q_outer" else None
+    return None if plan.schedule == "split_kv" else Plan("triton", "split_kv", 32, 16, 16, warps=4, stages=1)
 
 
 def _grouped(plan: Plan) -> Plan:
