@@ -201,6 +201,7 @@ double peak_flops(const std::string& isa, const std::string& dtype, int threads,
 NB_MODULE(_native, m) {
   using namespace attnworks;
   using release = nb::call_guard<nb::gil_scoped_release>;
+  nb::set_leak_warnings(false);  // prepared calls are kept until the process ends, on purpose
   m.attr("ABI") = 4;
   m.attr("MAP_ROWS") = MAP_ROWS;
   m.attr("MAP_KEYS") = MAP_KEYS;
