@@ -48,14 +48,14 @@ def put(folder: Path, row: Row, key: str = KEY) -> Path:
 
 
 def test_a_measured_row_decides_and_says_so(folders):
-    table = dispatch.explain(PROBLEM)
+    table = dispatch.explain(PROBLEM, "triton")
     assert table.backend == "triton" and table.plan != PLAN and table.why == "the backend's own choice"
     put(folders[1], ROW)
-    found = dispatch.explain(PROBLEM)
+    found = dispatch.explain(PROBLEM, "triton")
     assert found.plan == PLAN
     assert found.why == "tuned, 1.25 times as fast as the table's choice (nvidia-h200-sxm.json, 0123abc)"
     assert found.why in str(found) and found.to_json()["why"] == found.why
-    assert dispatch.choose(PROBLEM)[1] == PLAN
+    assert dispatch.choose(PROBLEM, "triton")[1] == PLAN
 
 
 def test_a_given_plan_comes_before_a_measured_one(folders):
@@ -66,9 +66,9 @@ def test_a_given_plan_comes_before_a_measured_one(folders):
 
 
 def test_a_row_of_other_kernels_is_a_hint_and_decides_nothing(folders):
-    table = dispatch.explain(PROBLEM).plan
+    table = dispatch.explain(PROBLEM, "triton").plan
     put(folders[1], replace(ROW, kernels="0" * 16))
-    assert dispatch.explain(PROBLEM).plan == table
+    assert dispatch.explain(PROBLEM, "triton").plan == table
     found = tuned.hint(PROBLEM, H200, "triton", triton.KERNELS)
     assert found is not None and found.row.plan == PLAN
 
@@ -78,9 +78,9 @@ def test_a_users_row_overlays_the_shipped_one_unless_it_is_stale(folders):
     put(shipped, ROW)
     theirs = replace(PLAN, stages=2)
     put(user, replace(ROW, plan=theirs))
-    assert dispatch.explain(PROBLEM).plan == theirs
+    assert dispatch.explain(PROBLEM, "triton").plan == theirs
     put(user, replace(ROW, plan=theirs, kernels="0" * 16))
-    assert dispatch.explain(PROBLEM).plan == PLAN
+    assert dispatch.explain(PROBLEM, "triton").plan == PLAN
     attnworks.use_plans(None)
 
 
@@ -90,10 +90,10 @@ def test_other_problems_keep_the_table(folders):
         gpu_problem(mask=Causal()), gpu_problem(mask=Window(9, 0)), gpu_problem(seq=1024), gpu_problem(heads_kv=4),
         gpu_problem(modifiers=(Softcap(5.0),)), replace(PROBLEM, dtype=torch.float16), replace(PROBLEM, head_dim_v=32),
     ):  # fmt: skip
-        assert dispatch.explain(other).plan != PLAN, tuned.key_of(other, H200, "triton")
+        assert dispatch.explain(other, "triton").plan != PLAN, tuned.key_of(other, H200, "triton")
     # Up to the next power of two, and beyond a full device, sizes don't matter.
     for same in (gpu_problem(seq=2049, heads_q=32, heads_kv=32), gpu_problem(batch=3), gpu_problem(seq=4095)):
-        assert dispatch.explain(same).plan == PLAN, tuned.key_of(same, H200, "triton")
+        assert dispatch.explain(same, "triton").plan == PLAN, tuned.key_of(same, H200, "triton")
 
 
 def test_a_backend_without_tuned_plans_is_not_looked_up():
@@ -103,7 +103,7 @@ def test_a_backend_without_tuned_plans_is_not_looked_up():
 def test_a_row_that_cannot_run_its_problem_is_an_error_that_names_it(folders):
     path = put(folders[0], replace(ROW, plan=replace(PLAN, tile_q=17)))
     with pytest.raises(ValueError, match=rf"tuned plans {path}, row '{KEY}': plan tile_q: was 17"):
-        dispatch.choose(PROBLEM)
+        dispatch.choose(PROBLEM, "triton")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_file_that_is_none_is_named(folders, change, message):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     tuned.read.cache_clear()
     with pytest.raises(ValueError, match=rf"^tuned plans {path}: .*{message}"):
-        dispatch.choose(PROBLEM)
+        dispatch.choose(PROBLEM, "triton")
 
 
 def test_writing_keeps_what_it_does_not_replace(folders):
