@@ -14,6 +14,7 @@ from attnworks import (
     ALiBi,
     Bias,
     Causal,
+    Plan,
     Sink,
     Softcap,
     Window,
@@ -477,9 +478,16 @@ def test_key_blocks_that_few_rows_see():
         assert_close(got, expected)
 
 
-def test_a_gradient_penalty_is_not_silently_zero():
+def test_a_gradient_penalty_is_not_silently_zero(backend):
+    """Where a backend has no second derivatives it says so, and names the plan that has."""
     q, k, v = (randn(2, 2, 8, 16).requires_grad_() for _ in "qkv")
-    gradient = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)[0]
+    plan = Plan("reference", "eager") if backend == "reference" else None
+    out = attention(q, k, v, backend=backend, plan=plan)
+    gradient = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
+    if plan is None:
+        with pytest.raises(NotImplementedError, match=r"second derivatives .*plan=Plan\('reference', 'eager'"):
+            torch.autograd.grad(gradient.square().sum(), k)
+        return
     second = torch.autograd.grad(gradient.square().sum(), k)[0]
     q2, k2, v2 = (x.detach().clone().requires_grad_() for x in (q, k, v))
     eager = torch.softmax(q2 @ k2.mT / 4, -1) @ v2
