@@ -44,7 +44,8 @@ def main() -> None:
     if chosen.json:
         print(json.dumps([outcome.to_json() for outcome in found], indent=1))
     for one in found if not chosen.json else ():
-        print(f"{one.key}: {one.seconds * 1e3:.3f} ms, {one.ratio}; {one.best if one.row else 'the table stands'}")
+        best = one.best if one.row else "the table stands"
+        print(f"{one.key}: {one.seconds * 1e3:.3f} ms, {one.ratio}; of {one.tried} candidates {best}")
         print("".join(f"  wrong, left out: {plan}\n" for plan in one.not_right), end="")
     kept = sum(outcome.row is not None for outcome in found)
     print(f"{path}: {kept} rows of {len(found)} problems, {len(problems) - len(found)} not reached", file=sys.stderr)

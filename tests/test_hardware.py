@@ -1,10 +1,12 @@
 import os
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attnworks import hardware
+from attnworks.workbench.tile_sweep import target_of
 
 
 @pytest.mark.parametrize("name", hardware.machines())
@@ -60,3 +62,15 @@ def test_detect_tells_facts_of_this_machine():
     for size in (machine.on_chip_bytes, machine.shared_cache_bytes):
         assert size is None or size >= 2**15
     assert hash(machine) == hash(hardware.detect("cpu"))
+
+
+def test_the_card_of_a_cuda_build_is_compiled_for_as_one(monkeypatch):
+    """There torch's gcnArchName holds the card's name, which is no architecture of AMD's."""
+    properties = SimpleNamespace(
+        name="NVIDIA H200", major=9, minor=0, gcnArchName="NVIDIA H200", multi_processor_count=132, warp_size=32,
+        max_threads_per_multi_processor=2048,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    machine = hardware.detect("cuda")
+    assert (machine.arch, machine.capability) == (None, "9.0")
+    assert target_of(machine) == ("cuda", 90, 32)

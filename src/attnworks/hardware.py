@@ -92,7 +92,8 @@ def detect(device: str = "cpu") -> Hardware:
             on_chip_bytes=getattr(properties, "shared_memory_per_multiprocessor", None),
             shared_cache_bytes=getattr(properties, "L2_cache_size", None),
             capability=f"{properties.major}.{properties.minor}",
-            arch=getattr(properties, "gcnArchName", "").split(":")[0] or None,
+            # Where torch is built for CUDA the same property holds the card's name.
+            arch=properties.gcnArchName.split(":")[0] if torch.version.hip else None,
             block_bytes=getattr(properties, "shared_memory_per_block_optin", None),
             unit_registers=getattr(properties, "regs_per_multiprocessor", None),
             unit_warps=properties.max_threads_per_multi_processor // properties.warp_size,
