@@ -66,24 +66,27 @@ def choose(
     A named backend (or the one a given plan names) is used or refused, never replaced. Raises ``ValueError`` for an
     unknown backend or a plan that does not fit, ``UnsupportedError`` with every reason if none may run it.
     """
+    chosen, best, _, found = _chosen(problem, backend, plan)
+    return chosen, best, found
+
+
+def explain(problem: Problem, backend: str = "auto", plan: Plan | None = None) -> Explanation:
+    """``choose``, with what it chose written down."""
+    chosen, best, why, found = _chosen(problem, backend, plan)
+    return Explanation(problem, chosen.NAME, best, found, chosen.resources(problem, best), why)
+
+
+def _chosen(problem: Problem, backend: str, plan: Plan | None) -> tuple[Backend, Plan, str, tuple[Verdict, ...]]:
     asked = _asked(backend, plan)
     hardware = detect(problem.device)
     found = verdicts(problem, hardware)
     for candidate, verdict in zip(BACKENDS, found, strict=True):
         if asked in ("auto", candidate.NAME) and verdict.supported:
-            if plan is not None:
-                candidate.check_plan(problem, plan)
-            else:
-                plan, _ = _ranked(problem, candidate, hardware)
-            return candidate, plan, found
+            if plan is None:
+                return candidate, *_ranked(problem, candidate, hardware), found
+            candidate.check_plan(problem, plan)
+            return candidate, plan, "given by the caller", found
     raise UnsupportedError([v for v in found if asked in ("auto", v.backend)], asked)
-
-
-def explain(problem: Problem, backend: str = "auto", plan: Plan | None = None) -> Explanation:
-    """``choose``, with what it chose written down."""
-    chosen, best, found = choose(problem, backend, plan)
-    why = "given by the caller" if plan is not None else _ranked(problem, chosen, detect(problem.device))[1]
-    return Explanation(problem, chosen.NAME, best, found, chosen.resources(problem, best), why)
 
 
 def _ranked(problem: Problem, backend: Backend, hardware: Hardware) -> tuple[Plan, str]:

@@ -6,8 +6,12 @@ to apply them all and a derivative of the whole. A sink is no function of a scor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from attnworks.expressions import Expression, OperandSpec
 from attnworks.expressions.derivatives import derivative
@@ -35,6 +39,14 @@ def slope_after(spec: ScoreSpec, place: int) -> Expression:
     if after is None:
         return builder.finish(builder.const(1.0))
     return builder.finish(builder.spliced(derivative(after), 0, {"s": score}))
+
+
+def grad_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """The gradient of a sink's logits: its P is exp(sink - LSE), its dP is 0, so dsink = -Σ P · delta. Heads come last
+    but one in ``lse`` and ``delta`` = rowsum(dO ∘ O) - dLSE."""
+    probs = torch.where(lse == -math.inf, 0.0, torch.exp(sink.float()[:, None] - lse))
+    each = torch.where(probs == 0.0, 0.0, probs * -delta)
+    return each.sum([dim for dim in range(each.dim()) if dim != each.dim() - 2]).to(sink.dtype)
 
 
 def mask_expression(spec: MaskSpec) -> Expression | None:

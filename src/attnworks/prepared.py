@@ -15,7 +15,7 @@ from attnworks.autograd import Joined
 from attnworks.backends import Backend, Launcher
 from attnworks.hardware import detect
 from attnworks.plan import Plan
-from attnworks.problem import Operands, Problem
+from attnworks.problem import Operands, Problem, aligned
 
 # Emptied when full rather than evicted one by one: a program that meets this many distinct problems has no working set
 # worth an LRU's cost on every hit.
@@ -36,7 +36,7 @@ def prepare(key: Hashable, problem: Problem, backend: str, plan: Plan | None) ->
     chosen, best, verdicts = dispatch.choose(problem, backend, plan)
     if backend == "auto" and plan is None:
         dispatch.warn_if_quadratic(problem, chosen, verdicts)
-    launch = joined(problem, chosen, best) if problem.differentiable else chosen.prepare(problem, best)
+    launch = _launcher(problem, chosen, best)
     unaligned = dataclasses.replace(problem, aligned=False)
     if not chosen.verdict(unaligned, detect(problem.device)).supported:
         launch = _WhereAligned(launch, unaligned, backend, plan)
@@ -68,13 +68,17 @@ class _WhereAligned:
         self._elsewhere: Launcher | None = None
 
     def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
-        if (o.q.data_ptr() | o.k.data_ptr() | o.v.data_ptr()) & 15 == 0:
+        if aligned(o.q, o.k, o.v):
             return self._launch(o)
         if self._elsewhere is None:
             problem, backend, plan = self._choice
             chosen, best, _ = dispatch.choose(problem, backend, plan)
-            self._elsewhere = chosen.prepare(problem, best)
+            self._elsewhere = _launcher(problem, chosen, best)
         return self._elsewhere(o)
+
+
+def _launcher(problem: Problem, chosen: Backend, plan: Plan) -> Launcher:
+    return joined(problem, chosen, plan) if problem.differentiable else chosen.prepare(problem, plan)
 
 
 def joined(problem: Problem, backend: Backend, plan: Plan) -> Launcher:

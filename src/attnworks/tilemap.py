@@ -141,7 +141,8 @@ def build(
         if isinstance(term, Predicate) and term.expression is None:
             raise ValueError(f"mask: predicate {term.name} has no tile map, as it was not traced: {term.why_not}")
     device = torch.device(device)
-    batch, heads = _depends(spec, operands, batch, heads)
+    batch = batch if any(reads(term, "b") for term in spec) else min(batch, 1)
+    heads = heads if any(reads(term, "h") for term in spec) else min(heads, 1)
     sizes = Sizes(batch, heads, seq_q, seq_kv, tile_q, tile_kv)
     states = torch.zeros(batch * heads * sizes.tiles_q, sizes.tiles_kv, dtype=torch.uint8, device=device)
     pairs = torch.zeros((), dtype=torch.int64, device=device)
@@ -159,18 +160,14 @@ def build(
 _PARTIAL, _FULL = 1, 2  # states of a tile; 0 is hidden
 
 
-def _depends(spec: MaskSpec, operands: tuple[Tensor, ...], batch: int, heads: int) -> tuple[int, int]:
-    """batch and heads, 1 where no term depends on them."""
-    on_batch = on_heads = False
-    for term in spec:
-        if isinstance(term, Predicate) and term.expression is not None:
-            on_batch |= term.expression.reads("b")
-            on_heads |= term.expression.reads("h")
-        elif isinstance(term, DenseMask):
-            tensor = _four(operands[term.operand.index])
-            on_batch |= tensor.shape[0] > 1 and tensor.stride(0) != 0
-            on_heads |= tensor.shape[1] > 1 and tensor.stride(1) != 0
-    return batch if on_batch else min(batch, 1), heads if on_heads else min(heads, 1)
+def reads(term: Bounds | DenseMask | Predicate, name: str) -> bool:
+    """Whether a term of a mask depends on "b", "h" or "q"."""
+    if isinstance(term, Predicate):
+        return term.expression is not None and term.expression.reads(name)
+    if isinstance(term, DenseMask):
+        axis = len(term.operand.shape) - 4 + "bhq".index(name)
+        return axis >= 0 and term.operand.shape[axis] > 1 and term.operand.strides[axis] != 0
+    return name == "q"
 
 
 def _blocks(spec: MaskSpec, sizes: Sizes) -> Iterator[tuple[range, range]]:

@@ -156,21 +156,23 @@ def check_plan(problem: Problem, plan: Plan) -> None:
 
 def resources(problem: Problem, plan: Plan) -> dict[str, int]:
     """Scratch that each thread keeps in its caches."""
-    return {"scratch": int(_kernel(problem, plan).scratch_bytes()) if problem.heads_kv else 0}
+    if not problem.heads_kv:
+        return {"scratch": 0}
+    return {"scratch": int(_kernel(problem, plan, Modifiers(problem, _native)).scratch_bytes())}
 
 
 def prepare(problem: Problem, plan: Plan) -> Launcher:
     if not problem.heads_kv:
         return _empty_launcher(problem)
-    kernel = _kernel(problem, plan)
     modifiers = Modifiers(problem, _native)
+    kernel = _kernel(problem, plan, modifiers)
     if problem.form == "varlen":
         return _varlen_launcher(problem, kernel, modifiers)
     if problem.form == "decode":
         return _DecodeLauncher(problem, kernel, modifiers)
     if plan.schedule == "split_kv":
         return _split_launcher(problem, kernel, modifiers)
-    return _modified_launcher(problem, kernel, modifiers) if modifiers.needed else _dense_launcher(problem, kernel)
+    return _dense_launcher(problem, kernel, modifiers)
 
 
 def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher:
@@ -180,14 +182,15 @@ def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher:
         isa = "avx512_bf16"  # the backward has no products of whole tiles
     tile_q, tile_kv = BACKWARD_TILES
     tiled = Plan(NAME, "tiled", tile_q=tile_q, tile_kv=tile_kv, isa=isa)
-    forward = _kernel(problem, tiled) if problem.heads_kv else None
-    return Backward(problem, _native, forward).run
+    modifiers = Modifiers(problem, _native)
+    forward = _kernel(problem, tiled, modifiers) if problem.heads_kv else None
+    return Backward(problem, modifiers, _native, forward).run
 
 
-def _kernel(problem: Problem, plan: Plan) -> Any:
+def _kernel(problem: Problem, plan: Plan, modifiers: Modifiers) -> Any:
     """The native kernel object with everything but the pointers filled in."""
     assert _native is not None, "verdict() refuses before"
-    p, modifiers = problem, Modifiers(problem, _native)
+    p = problem
     out_strides, lse_strides = p.result_strides()
     strides = (p.q_strides, p.k_strides, p.v_strides, out_strides, lse_strides)
     isa, dtype = plan.isa or isas()[0], DTYPES[p.dtype]
@@ -215,7 +218,7 @@ def _empty_launcher(problem: Problem) -> Launcher:
     return launch
 
 
-def _dense_launcher(problem: Problem, kernel: Any) -> Launcher:
+def _dense_launcher(problem: Problem, kernel: Any, modifiers: Modifiers) -> Launcher:
     out_shape, lse_shape = problem.result_shapes()
     dtype, return_lse, empty, threads = problem.dtype, problem.return_lse, torch.empty, torch.get_num_threads
 
@@ -223,25 +226,8 @@ def _dense_launcher(problem: Problem, kernel: Any) -> Launcher:
         out = empty(out_shape, dtype=dtype, device="cpu")
         lse = empty(lse_shape, dtype=torch.float32, device="cpu") if return_lse else None
         lse_pointer = 0 if lse is None else lse.data_ptr()
-        kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, threads())
-        return out, lse
-
-    return launch
-
-
-def _modified_launcher(problem: Problem, kernel: Any, modifiers: Modifiers) -> Launcher:
-    """Dense, with more to its scores and mask than bounds."""
-    out_shape, lse_shape = problem.result_shapes()
-
-    def launch(o: Operands) -> tuple[Tensor, Tensor | None]:
-        out = torch.empty(out_shape, dtype=problem.dtype, device="cpu")
-        lse = torch.empty(lse_shape, dtype=torch.float32, device="cpu") if problem.return_lse else None
-        lse_pointer = 0 if lse is None else lse.data_ptr()
         reads, _alive = modifiers.operands(o)
-        # fmt: off
-        kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, torch.get_num_threads(),
-               reads)
-        # fmt: on
+        kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, threads(), reads)
         return out, lse
 
     return launch
@@ -270,7 +256,7 @@ class _DecodeLauncher(ReadsLengths):
         out = torch.empty(self._out_shape, dtype=self._dtype, device="cpu")
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device="cpu") if self._return_lse else None
         lse_pointer = 0 if lse is None else lse.data_ptr()
-        reads, _alive = self._modifiers.operands(o) if self._modifiers.needed else (None, ())
+        reads, _alive = self._modifiers.operands(o)
         table = (0, 0) if o.page_table is None else (o.page_table.data_ptr(), o.page_table.stride(0))
         # fmt: off
         self._kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, o.kv_lens.data_ptr(),
@@ -292,7 +278,7 @@ def _varlen_launcher(problem: Problem, kernel: Any, modifiers: Modifiers) -> Lau
             if lse is not None:
                 lse[:, used:] = -math.inf
         lse_pointer = 0 if lse is None else lse.data_ptr()
-        reads, _alive = modifiers.operands(o) if modifiers.needed else (None, ())
+        reads, _alive = modifiers.operands(o)
         # fmt: off
         kernel.run_varlen(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer,
                           o.cu_seqlens_q.data_ptr(), o.cu_seqlens_kv.data_ptr(), torch.get_num_threads(), reads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from attnworks.backends import Gradients, Needs
 from attnworks.backends.cpu.modifiers import Modifiers
+from attnworks.modifiers import grad_sink
 from attnworks.problem import Operands, Problem, Strides, packed_strides, strides_of
 
 
@@ -17,9 +17,8 @@ class Backward:
     """``run`` is a ``BackwardLauncher``. ``forward``: the native forward whose tiles are the backward's; None without
     heads, for the kernels divide by them."""
 
-    def __init__(self, problem: Problem, native: Any, forward: Any) -> None:
-        self.problem, self._native, self._forward = problem, native, forward
-        self._modifiers = Modifiers(problem, native)
+    def __init__(self, problem: Problem, modifiers: Modifiers, native: Any, forward: Any) -> None:
+        self.problem, self._modifiers, self._native, self._forward = problem, modifiers, native, forward
         # By the strides of what autograd hands over and of the gradients, which the problem doesn't know.
         self._kernels: dict[tuple[Strides, ...], Any] = {}
 
@@ -38,7 +37,7 @@ class Backward:
                 self._kernels[strides] = self._native.Backward(self._forward, *strides)
             tensors = (*inputs, out, lse, d_out, d_lse, *grads, *ends[:2])
             pointers = (0 if x is None else x.data_ptr() for x in tensors)
-            reads, _alive = self._modifiers.operands(o) if self._modifiers.needed else (None, ())
+            reads, _alive = self._modifiers.operands(o)
             self._kernels[strides](*pointers, torch.get_num_threads(), reads, steps)
         scores = [None if x is None else x.view(of.shape).to(of.dtype) for x, of in zip(biases, o.scores, strict=True)]
         for term in self.problem.scores:
@@ -63,15 +62,12 @@ class Backward:
         return sums, told
 
     def _sink(self, sink: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor:
-        """The sink's P is exp(sink - LSE), its dP is 0: dsink = -Σ P · delta. Heads come last but one in lse."""
         delta = (out.float() * d_out.float()).sum(-1)
         if self.problem.form == "varlen" or self.problem.layout == "bshd":  # rows before heads
             delta = delta.transpose(-1, -2)
         if d_lse is not None:
             delta = delta - d_lse
-        probs = torch.where(lse == -math.inf, 0.0, torch.exp(sink.float()[:, None] - lse))
-        each = torch.where(probs == 0.0, 0.0, probs * -delta)
-        return each.sum([dim for dim in range(each.dim()) if dim != each.dim() - 2]).to(sink.dtype)
+        return grad_sink(sink, lse, delta)
 
     def _strides(self, tensor: Tensor) -> Strides:
         return packed_strides(tensor) if self.problem.form == "varlen" else strides_of(tensor, self.problem.layout)

@@ -18,7 +18,7 @@ from attnworks.masks import UNLIMITED, Bounds, DenseMask, MaskSpec, Predicate
 from attnworks.modifiers import mask_expression
 from attnworks.problem import Operands, Problem
 from attnworks.scores import ScoreSpec, ScoreTerm
-from attnworks.tilemap import kept
+from attnworks.tilemap import kept, reads
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 MAX_STEPS = 8
@@ -47,21 +47,19 @@ class Modifiers:
         bounds, rest = _split(problem.mask)
         self.bounds = (_limit(bounds.left), _limit(bounds.right), bounds.align == "top-left")
         self._map = Map(rest, problem, native) if rest else None
-
-    @property
-    def needed(self) -> bool:
-        """Whether there is anything but bounds."""
-        return bool(self._steps or self._sink or self._map)
+        self._needed = bool(self._steps or self._sink or self._map)  # anything but bounds
 
     def modify(self, kernel: Any) -> Any:
         """The kernel, told of the steps and the shape of the map."""
-        if self.needed:
+        if self._needed:
             steps = [(t.kind, t.cap, DTYPES.get(_dtype(t), "float32"), _strides(t)) for t in self._steps]
             kernel.modify(steps, self._map.layout if self._map else (0, 0, 0, 1))
         return kernel
 
     def operands(self, o: Operands) -> tuple[Any, tuple[Tensor, ...]]:
-        """What the kernel reads, by its address; and tensors that must live as long as it does."""
+        """What the kernel reads, by its address, None for nothing; and tensors that must live as long as it does."""
+        if not self._needed:
+            return None, ()
         made = [None if t.operand is None else _readable(o.scores[t.operand.index]) for t in self._steps]
         sink = None if self._sink is None else _readable(o.scores[self._sink.index]).contiguous()
         places, bits = (None, None) if self._map is None else self._map.tensors(o)
@@ -135,7 +133,7 @@ class Map:
         self._spec, self._native, self._keys = spec, native, problem.seq_kv
         self._expression = mask_expression(spec)
         self._packed = isinstance(spec[0], DenseMask) and len(spec) == 1
-        on = {name: any(_reads(term, name) for term in spec) for name in "bhq"}
+        on = {name: any(reads(term, name) for term in spec) for name in "bhq"}
         self._batch = problem.batch if on["b"] else min(problem.batch, 1)
         self._heads = problem.heads_q if on["h"] else min(problem.heads_q, 1)
         self._rows = problem.seq_q if on["q"] else min(problem.seq_q, 1)
@@ -227,13 +225,3 @@ class Map:
             return found.expand(shape)
 
         return visible
-
-
-def _reads(term: object, name: str) -> bool:
-    """Whether a term of a mask depends on "b", "h" or "q"."""
-    if isinstance(term, Predicate):
-        return term.expression is not None and term.expression.reads(name)
-    if isinstance(term, DenseMask):
-        axis = len(term.operand.shape) - 4 + "bhq".index(name)
-        return axis >= 0 and term.operand.shape[axis] > 1 and term.operand.strides[axis] != 0
-    return name == "q"

@@ -23,7 +23,7 @@ from attnworks.backends.triton.grad_bias import grad_bias
 from attnworks.backends.triton.launch import Launch
 from attnworks.backends.triton.plans import BackwardTiles, backward_tiles, block
 from attnworks.backends.triton.user_code import jit
-from attnworks.modifiers import slope_after
+from attnworks.modifiers import grad_sink, slope_after
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem, packed_strides, strides_of
 from attnworks.scores import ScoreTerm
@@ -96,7 +96,7 @@ class _Backward:
             if index is None or not needs[3 + index]:
                 continue
             if term.kind == "sink":
-                scores[index] = _grad_sink(o.scores[index], lse, delta)
+                scores[index] = grad_sink(o.scores[index], lse, delta)
             else:
                 scores[index] = self._grad_bias(o, d_out, lse2, delta, place, term)
         return Gradients(d_q, d_k if needs[1] else None, d_v if needs[2] else None, tuple(scores))
@@ -200,11 +200,3 @@ class _Backward:
                            self.modifiers.score_operands(o), self.modifiers.mask_operands(o))
         # fmt: on
         return summed.to(bias.dtype).reshape(bias.shape)
-
-
-def _grad_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """The sink's P is exp(sink - LSE), its dP is 0: dsink = -Σ P · delta. Heads are lse's last dimension but one."""
-    logits = sink.float()[:, None]
-    probs = torch.where(lse == -math.inf, 0.0, torch.exp(logits - lse))
-    each = torch.where(probs == 0.0, 0.0, probs * -delta)
-    return each.sum([dim for dim in range(each.dim()) if dim != each.dim() - 2]).to(sink.dtype)
