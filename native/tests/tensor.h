@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <memory>
 #include <random>
+#include <vector>
 
+#include "../schedule.h"
 #include "numbers.h"
 
 namespace attnworks::test {
@@ -64,5 +66,44 @@ struct Shape {
 };
 
 const Bounds ALL = {UNLIMITED, UNLIMITED, false}, CAUSAL = {UNLIMITED, 0, false};
+
+// Where packed sequences end: empty ones, and ones without keys or without queries.
+const std::vector<int64_t> ENDS_Q = {0, 0, 5, 40, 40, 77}, ENDS_KV = {0, 9, 9, 60, 70, 300};
+
+// The tensors of a forward call, its inputs random.
+struct ForwardCase {
+  Shape shape;
+  DType dtype;
+  Bounds bounds;
+  float scale;
+  int64_t tile_q, tile_kv;
+  Tensor q, k, v, out, lse;
+  std::string label;
+
+  ForwardCase(const std::string& isa, const Shape& s, DType dtype, Bounds bounds, int64_t tile_q, int64_t tile_kv, int layout, float scale)
+      : shape(s), dtype(dtype), bounds(bounds), scale(scale != 0 ? scale : 1 / sqrtf((float)s.head_dim)), tile_q(tile_q), tile_kv(tile_kv),
+        q(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim, layout), k(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim, layout),
+        v(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim_v, layout), out(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim_v, layout),
+        lse(lse_like(layout)) {
+    for (Tensor* x : {&q, &k, &v}) x->randomise();
+    label = isa + " " + name(dtype);
+    for (int64_t x : {s.batch, s.heads_q, s.heads_kv, s.seq_q, s.seq_kv, s.head_dim, s.head_dim_v}) label += " " + std::to_string(x);
+    label += " left " + std::to_string(bounds.left) + " right " + std::to_string(bounds.right) + (bounds.top_left ? " top-left" : "") +
+             " tiles " + std::to_string(tile_q) + "x" + std::to_string(tile_kv) + " layout " + std::to_string(layout);
+  }
+  Tensor lse_like(int layout) const { return Tensor(DType::float32, shape.batch, shape.heads_q, shape.seq_q, 1, layout == 3 ? 0 : layout); }
+  ForwardProblem problem() const {
+    return {dtype, shape.batch, shape.heads_q, shape.heads_kv, shape.seq_q, shape.seq_kv, shape.head_dim, shape.head_dim_v, q.strides,
+            k.strides, v.strides, out.strides, lse.strides, scale, bounds, tile_q, tile_kv};
+  }
+  // Keys from `first` on hold NaN.
+  void poison_keys(int64_t first) {
+    for (int64_t h = 0; h < shape.heads_kv; h++)
+      for (int64_t r = first; r < shape.seq_kv; r++) {
+        k.fill_row(0, h, r, NAN);
+        v.fill_row(0, h, r, NAN);
+      }
+  }
+};
 
 }  // namespace attnworks::test

@@ -8,14 +8,8 @@ using namespace attnworks::test;
 
 namespace {
 
-struct Case {
-  Shape shape;
-  DType dtype;
-  Bounds bounds;
-  float scale;
-  int64_t tile_q, tile_kv;
-  Tensor q, k, v, out, d_out, lse, d_lse, d_q, d_k, d_v;
-  std::string label;
+struct Case : ForwardCase {
+  Tensor d_out, d_lse, d_q, d_k, d_v;
   bool with_d_lse = true;
 
   // Modified: scores + bias[head][row][key], capped, less slope[head] times the distance; and a map. See modify().
@@ -26,24 +20,17 @@ struct Case {
 
   Case(const std::string& isa, const Shape& s, DType dtype, Bounds bounds = ALL, int64_t tile_q = 96, int64_t tile_kv = 256, int layout = 0,
        float scale = 0)
-      : shape(s), dtype(dtype), bounds(bounds), scale(scale != 0 ? scale : 1 / sqrtf((float)s.head_dim)), tile_q(tile_q), tile_kv(tile_kv),
-        q(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim, layout), k(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim, layout),
-        v(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim_v, layout), out(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim_v, layout),
-        d_out(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim_v, (layout + 1) % 3),
-        lse(DType::float32, s.batch, s.heads_q, s.seq_q, 1, layout == 3 ? 0 : layout),
-        d_lse(DType::float32, s.batch, s.heads_q, s.seq_q, 1, layout == 3 ? 0 : layout),
+      : ForwardCase(isa, s, dtype, bounds, tile_q, tile_kv, layout, scale),
+        d_out(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim_v, (layout + 1) % 3), d_lse(lse_like(layout)),
         d_q(dtype, s.batch, s.heads_q, s.seq_q, s.head_dim, layout), d_k(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim, (layout + 2) % 3),
         d_v(dtype, s.batch, s.heads_kv, s.seq_kv, s.head_dim_v, layout) {
-    for (Tensor* x : {&q, &k, &v, &d_out, &d_lse}) x->randomise();
-    label = isa + " " + name(dtype);
-    for (int64_t x : {s.batch, s.heads_q, s.heads_kv, s.seq_q, s.seq_kv, s.head_dim, s.head_dim_v}) label += " " + std::to_string(x);
-    label += " left " + std::to_string(bounds.left) + " right " + std::to_string(bounds.right) + (bounds.top_left ? " top-left" : "") +
-             " tiles " + std::to_string(tile_q) + "x" + std::to_string(tile_kv) + " layout " + std::to_string(layout);
+    for (Tensor* x : {&d_out, &d_lse}) x->randomise();
   }
   BackwardProblem problem() const {
     BackwardProblem p = {};
-    static_cast<ForwardProblem&>(p) = {dtype, shape.batch, shape.heads_q, shape.heads_kv, shape.seq_q, shape.seq_kv, shape.head_dim,
-                                       shape.head_dim_v, q.strides, k.strides, v.strides, out.strides, lse.strides, scale, bounds, 192, 256};
+    static_cast<ForwardProblem&>(p) = ForwardCase::problem();
+    p.tile_q = 192;  // of the forward, whose tiles are none of the backward's
+    p.tile_kv = 256;
     p.d_out = d_out.strides;
     p.d_q = d_q.strides;
     p.d_k = d_k.strides;
@@ -337,17 +324,13 @@ void large_scores(const Kernels& kernels) {
 }
 
 void varlen(const Kernels& kernels) {
-  const std::vector<int64_t> q = {0, 0, 5, 40, 40, 77}, kv = {0, 9, 9, 60, 70, 300};
+  const std::vector<int64_t>&q = ENDS_Q, &kv = ENDS_KV;
   for (DType dtype : DTYPES)
     for (const Bounds& bounds : {ALL, CAUSAL, Bounds{7, 2, true}})
       for (int layout : {0, 1, 2}) {
         // rows past the last sequence hold NaN: they are not part of the problem
         Case x(kernels.isa, {1, 4, 2, 80, 310, 32, 24}, dtype, bounds, 24, 64, layout);
-        for (int64_t h = 0; h < 2; h++)
-          for (int64_t r = 300; r < 310; r++) {
-            x.k.fill_row(0, h, r, NAN);
-            x.v.fill_row(0, h, r, NAN);
-          }
+        x.poison_keys(kv.back());
         BackwardProblem p = x.problem();
         p.batch = (int64_t)q.size() - 1;
         p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = p.d_out.batch = p.d_q.batch = p.d_k.batch = p.d_v.batch = 1 << 30;

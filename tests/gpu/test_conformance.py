@@ -11,6 +11,7 @@ import pytest
 import gpu_worker
 from attnworks.workbench import catalogue, properties
 from attnworks.workbench.subjects import TRITON_PLANS
+from gpu_helpers import assert_none_failed
 
 QUICK = {case.name for case in catalogue.select(quick=True)}
 CASES = sorted((case.name for case in catalogue.CASES), key=lambda name: name not in QUICK)
@@ -26,7 +27,4 @@ JOBS = [
 
 @pytest.mark.parametrize("job", JOBS, ids=[f"{s}-{name}{'-properties' if p else ''}" for s, name, p in JOBS])
 def test_case(job: gpu_worker.Job, results: dict[gpu_worker.Job, Future[gpu_worker.Found]]) -> None:
-    found = results[job].result(timeout=280)
-    assert [f"{check}: {message}" for status, check, message in found if status == "failed"] == []
-    if found[0][0] == "skipped":
-        pytest.skip(found[0][2])
+    assert_none_failed(results[job].result(timeout=280))

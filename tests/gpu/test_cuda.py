@@ -10,7 +10,7 @@ from attnworks import Causal, Plan, Sink, Softcap, UnsupportedError, Window, att
 from attnworks.backends import cuda
 from attnworks.workbench import catalogue, properties
 from gpu_guarded import guarded
-from gpu_helpers import assert_close, exact, randn
+from gpu_helpers import assert_close, assert_none_failed, exact, randn
 
 QUICK = [case.name for case in catalogue.select(quick=True)]
 JOBS = [*(("cuda", name, False) for name in QUICK), *(("cuda", name, True) for name in properties.CASES)]
@@ -30,10 +30,7 @@ def here() -> None:
 
 @pytest.mark.parametrize("job", JOBS, ids=[f"{name}{'-properties' if p else ''}" for _, name, p in JOBS])
 def test_case(job: gpu_worker.Job, results: dict[gpu_worker.Job, Future[gpu_worker.Found]]) -> None:
-    found = results[job].result(timeout=120)
-    assert [f"{check}: {message}" for status, check, message in found if status == "failed"] == []
-    if found[0][0] == "skipped":
-        pytest.skip(found[0][2])
+    assert_none_failed(results[job].result(timeout=120))
 
 
 def qkv(batch=2, heads=4, seq=300, dim=128, dtype=torch.bfloat16):
