@@ -30,7 +30,7 @@ ForwardTask head_task(const ForwardProblem& p, const Operands& x, int64_t batch,
 // threads busy to the end, for which unequal tasks (causal, a map) must be more. tile_q changes no result; with a map it is a multiple of
 // that one's tiles, so that a micro-block lies in one of them, the same whatever the tasks.
 int64_t rows_per_task(const ForwardProblem& p, int64_t rows, bool mapped, int threads) {
-  const int64_t unit = mapped ? MAP_ROWS : 12;  // a multiple of every kernel's micro-block
+  const int64_t unit = mapped ? MAP_ROWS : MICRO_ROWS;
   const int64_t asked = std::clamp<int64_t>(p.tile_q, 1, MAX_TILE_Q), most = mapped ? std::max(asked / unit, int64_t(1)) * unit : asked;
   if (threads <= 1) return most;
   const int64_t tasks_per_thread = mapped || p.bounds.right < p.seq_kv ? 4 : 2, grain = mapped ? unit : 4 * unit;

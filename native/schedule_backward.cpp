@@ -17,8 +17,6 @@
 namespace attnworks {
 namespace {
 
-constexpr int64_t UNIT = 12;  // a multiple of every kernel's micro-block
-
 // One batch entry or packed sequence.
 struct Sequence {
   int64_t number;          // in the call
@@ -43,7 +41,7 @@ class Backward {
  public:
   Backward(const Kernels& kernels, const BackwardProblem& problem, const BackwardOperands& x, const int64_t* cu_q, const int64_t* cu_kv)
       : kernels(kernels.backward), p(problem), x(x), group(p.heads_q / p.heads_kv), sum_row(this->kernels.d_q_sum_row(p)) {
-    p.tile_q = ceil_div(std::clamp<int64_t>(p.tile_q, 1, MAX_BACKWARD_TILE_Q), UNIT) * UNIT;
+    p.tile_q = ceil_div(std::clamp<int64_t>(p.tile_q, 1, MAX_BACKWARD_TILE_Q), MICRO_ROWS) * MICRO_ROWS;
     p.tile_kv = std::clamp<int64_t>(p.tile_kv, 1, MAX_BACKWARD_TILE_KV);
     if (x.modifiers.places) {
       p.tile_q = MAP_ROWS;
@@ -89,7 +87,7 @@ class Backward {
         s.seq_kv = p.seq_kv;
       }
       s.shift = p.bounds.shift(s.seq_q, s.seq_kv);
-      s.padded = ceil_div(s.seq_q, UNIT) * UNIT;
+      s.padded = ceil_div(s.seq_q, MICRO_ROWS) * MICRO_ROWS;
       s.row_tiles = ceil_div(s.seq_q, p.tile_q);
       s.key_tiles = ceil_div(s.seq_kv, p.tile_kv);
       s.first_row = rows;
@@ -184,7 +182,7 @@ class Backward {
         if (any)
           kernels.add_d_q(p, keys, r, task.key_tile == tiles.first, scratch);
         else if (task.key_tile == tiles.first)
-          memset(r.d_q_sum + r.row_begin * sum_row, 0, (ceil_div(r.row_end, UNIT) * UNIT - r.row_begin) * sum_row * 4);
+          memset(r.d_q_sum + r.row_begin * sum_row, 0, (ceil_div(r.row_end, MICRO_ROWS) * MICRO_ROWS - r.row_begin) * sum_row * 4);
         if (task.key_tile == tiles.last) kernels.store_d_q(p, r, true);
         turn.store(task.key_tile - tiles.first + 1, std::memory_order_release);
       }
