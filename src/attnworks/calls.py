@@ -239,8 +239,8 @@ def decode(
     """The caches are written once every check has passed, q is turned.
 
     A cache of a few thousand keys is read in a millisecond, and between two calls a program's other work evicts all of
-    this: then every function that is entered costs 20 µs, and every operation of torch 100. So there are few of both on
-    the way of a call without extras.
+    this: then every function that is entered and every operation of torch costs many times what it does warm. So there
+    are few of both on the way of a call without extras.
     """
     try:
         q_strides, k_strides, v_strides = q.stride(), k_cache.stride(), v_cache.stride()
