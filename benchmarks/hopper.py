@@ -68,14 +68,16 @@ def flash_attention(name: str = "flash_attn_func") -> dict[str, Callable[..., An
 
 def able(tried: dict[str, Run]) -> dict[str, Run]:
     """Those that do the problem at all, and right."""
-    kept = {}
-    for name, run in tried.items():
-        try:
-            run()
-            kept[name] = run
-        except Exception as error:  # whatever another library raises
-            print(f"{name}: not timed, {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
-    return right(kept)
+    return right({name: run for name, run in tried.items() if _runs(name, run)})
+
+
+def _runs(name: str, run: Run) -> bool:
+    try:
+        run()
+    except Exception as error:  # whatever another library raises
+        print(f"{name}: not timed, {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+        return False
+    return True
 
 
 def as_dense(function: Callable[..., Any], tensors: tuple[Tensor, ...], **options: Any) -> Run:
