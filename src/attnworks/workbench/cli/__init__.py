@@ -15,7 +15,10 @@ import attnworks
 from attnworks.errors import UnsupportedError
 from attnworks.workbench.quick_check import NotVerifiedError
 
-COMMANDS = ("verify", "diagnose", "bench", "history", "generations", "sweep", "traffic", "explain", "devices")
+COMMANDS = (
+    *("verify", "diagnose", "bench", "history", "compare", "regress"),
+    *("generations", "sweep", "traffic", "explain", "devices"),
+)
 
 
 class _Commands(click.Group):
