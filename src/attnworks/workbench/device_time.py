@@ -80,7 +80,7 @@ class Clock:
     def _enqueue(self, run: Run, *, asleep: bool, flush: bool) -> tuple[Any, Any]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         if flush:
-            self._flush.random_(0, 2)
+            self._flush.add_(1)  # no random numbers: after a capture that failed torch refuses to draw any
         if asleep:
             torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
         begin.record()
@@ -96,9 +96,11 @@ def _seconds(pair: tuple[Any, Any]) -> float:
 
 def capturable(run: Run) -> bool:
     """Whether ``run`` becomes a CUDA graph: it neither waits for the device nor leaves work on other streams."""
+    stream = torch.cuda.current_stream()
     try:
         graphed(run)
     except RuntimeError:  # what of CUDA's errors it is depends on what the run did
+        torch.cuda.set_stream(stream)  # which a capture that failed does not give back
         torch.cuda.synchronize()
         return False
     return True

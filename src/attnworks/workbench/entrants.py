@@ -86,6 +86,9 @@ def enter(
         except NotImplementedError as error:
             refused[provider.name] = str(error) or "raised NotImplementedError"
             continue
+        except NotVerifiedError as error:
+            failed[provider.name] = str(error)
+            continue
         except Exception as error:  # a kernel of anybody's may raise anything
             failed[provider.name] = f"{provider.name}: raised {type(error).__name__}: {error}"
             continue

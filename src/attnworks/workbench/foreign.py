@@ -3,6 +3,7 @@ does, with tensors stored in the layout they like."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,12 @@ from attnworks.workbench.cases import Case, MaskRule
 from attnworks.workbench.conventions import Kernel, load_subject
 from attnworks.workbench.guards import Guarded
 from attnworks.workbench.inputs import Inputs as CallInputs
+from attnworks.workbench.probing import prepare, probe
 from attnworks.workbench.providers import Bound, Inputs, Provider, user_mask
 from attnworks.workbench.quick_check import NotVerifiedError
-from attnworks.workbench.subjects import Abilities, Outcome, Subject
+from attnworks.workbench.subjects import Outcome
 from attnworks.workbench.transfer import OnDevice
-from attnworks.workbench.verify import Progress, verify
+from attnworks.workbench.verify import Progress, Result, verify
 
 _NAMES_SHOWN = 3  # failures in a complaint
 
@@ -36,6 +38,9 @@ class Foreign(Provider):
             raise ValueError(f"target: {target!r} brings a Subject of its own, must be a function to be timed")
         self.name = target
         self.kernel = kernel
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Foreign, (self.name, self.kernel.convention.name)
 
     def refuses(self, problem: Problem) -> str:
         if problem.form == "varlen":
@@ -142,26 +147,34 @@ def _rule(term: Bounds) -> Causal | Window:
 
 
 class _There:
-    """A subject whose calls run on a GPU; what it gets and returns is on the CPU."""
+    """A kernel whose calls run on a GPU; what it gets and returns is on the CPU."""
 
-    def __init__(self, subject: Subject, device: str) -> None:
-        self.name, self.abilities = subject.name, getattr(subject, "abilities", Abilities())
-        self._subject, self._device = subject, device
-
-    def reasons(self, inputs: CallInputs, differentiable: bool = False) -> tuple[str, ...]:
-        return ("gradients are not asked for",) if differentiable else self._subject.reasons(inputs)
+    def __init__(self, kernel: Kernel, device: str) -> None:
+        self.name, self.abilities, self.reasons = kernel.name, kernel.abilities, kernel.reasons
+        self._kernel, self._device = kernel, device
 
     def __call__(self, inputs: CallInputs, *, return_lse: bool = True, **options: Any) -> Outcome:
         there = OnDevice(inputs, self._device)
-        out, lse = self._subject(there.inputs, return_lse=return_lse, **options)
+        out, lse = self._kernel(there.inputs, return_lse=return_lse, **options)
         there.write_back()
         return out.cpu(), None if lse is None else lse.cpu()
 
 
 def verify_first(provider: Foreign, device: str, progress: Progress | None = None) -> str:
-    """What ``verify --quick`` finds wrong with a kernel on a device, in words; "" for nothing."""
-    subject: Subject = Guarded(provider.kernel) if device == "cpu" else _There(provider.kernel, device)
-    results = verify(subjects=(subject,), quick=True, progress=progress)
+    """What ``verify --quick`` finds wrong with a kernel on a device, in words; "" for nothing. On a CPU it runs in a
+    process of its own, so that a crash is found like anything else."""
+    if device == "cpu":
+        prepared = prepare(provider.name, provider.kernel.convention.name)
+        try:
+            return _complaint(provider, verify(subjects=(prepared.subject,), quick=True, progress=progress))
+        finally:
+            prepared.close()
+    subject = Guarded(_There(provider.kernel, device))
+    probe(subject)
+    return _complaint(provider, verify(subjects=(subject,), quick=True, progress=progress))
+
+
+def _complaint(provider: Foreign, results: Sequence[Result]) -> str:
     failed = [result for result in results if result.status == "failed"]
     if not failed and not any(result.status == "passed" for result in results):
         return f"{provider.name}: ran no case of verify --quick, so nothing is known of it: not benchmarked"

@@ -194,9 +194,9 @@ class GpuMeter:
     def rounds(
         self, entries: Sequence[Entry], rounds: int, order: random.Random, flush: bool, report: Progress
     ) -> Timed:
+        rates = ceilings.GpuCeilings(self._clock, self._device, self._dtype)  # draws random numbers: before a capture
         graphs = all(capturable(entry.bound[0].run) for entry in entries)
         runs = {entry.name: [bound.run for bound in entry.bound] for entry in entries}
-        rates = ceilings.GpuCeilings(self._clock, self._device, self._dtype)
         sampler = self._sampler or sampling.sampler(self._device)
         report("timing", 0, rounds)
         rates.measure()

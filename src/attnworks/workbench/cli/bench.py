@@ -30,6 +30,7 @@ from attnworks.workbench.cli.output import (
 )
 from attnworks.workbench.cli.problems import given, problem_from, problem_options
 from attnworks.workbench.cli.stored import db_option, keep
+from attnworks.workbench.conventions import BY_NAME
 from attnworks.workbench.foreign import Foreign, verify_first
 from attnworks.workbench.providers import NAMES, Provider, by_name, describe, label
 from attnworks.workbench.records import Record
@@ -52,6 +53,7 @@ QUICK_SECONDS = 3.0
 @click.option("--budget", type=float, default=30.0, show_default=True, help="Seconds for the timed runs of a problem.")
 @click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS:g} seconds for a problem instead.")
 @click.option("--seed", type=int, help="Of inputs and order.  [default: a new one each time]")
+@click.option("--convention", type=click.Choice(list(BY_NAME)), help="How a TARGET is called.  [default: by its names]")
 @click.option("--no-verify", is_flag=True, help="Check a TARGET on the problem itself only, not with verify --quick.")
 @click.option(
     "--profile", "profiled", is_flag=True, help="On a GPU: also count bytes, cycles and tensor cores with ncu."
@@ -63,8 +65,8 @@ QUICK_SECONDS = 3.0
 @click.pass_context
 def bench(
     ctx: click.Context, /, targets: tuple[str, ...], device: str, providers: str | None, threads: int | None, runs: int,
-    budget: float, quick: bool, seed: int | None, no_verify: bool, profiled: bool, save: Path | None, db: Path | None,
-    no_history: bool, as_json: bool, **_: Any,
+    budget: float, quick: bool, seed: int | None, convention: str | None, no_verify: bool, profiled: bool,
+    save: Path | None, db: Path | None, no_history: bool, as_json: bool, **_: Any,
 ) -> None:  # fmt: skip
     """Time kernels against each other, interleaved, with intervals on the ratios.
 
@@ -77,13 +79,16 @@ def bench(
     protocol = Protocol(runs=runs, budget_seconds=QUICK_SECONDS if quick else budget, threads=threads, seed=seed)
     usual = DEFAULT_PROVIDERS if place == "cpu" else GPU_PROVIDERS
     names = usual if providers is None else tuple(name.strip() for name in providers.split(","))
-    chosen, wrong = _verified([by_name(name) for name in (*targets, *names)], place, no_verify)
+    asked = [*(Foreign(target, convention) for target in targets), *map(by_name, names)]
+    chosen, wrong = _verified(asked, place, no_verify)
     results = []
     for problem in _problems(ctx, place):
         with progress() as report:
             result = measure(problem, chosen, protocol, report)
         if profiled:
-            result = replace(result, records=tuple(_with_profile(problem, record) for record in result.records))
+            by_names = {provider.name: provider for provider in chosen}
+            counted = (_with_profile(problem, record, by_names[record.provider]) for record in result.records)
+            result = replace(result, records=tuple(counted))
         result = replace(result, failed=wrong | result.failed)
         results.append(result)
         if not no_history:
@@ -124,10 +129,10 @@ def _problems(ctx: click.Context, device: str) -> list[Problem]:
     return [replace(problem, device=device) for problem in found]
 
 
-def _with_profile(problem: Problem, record: Record) -> Record:
+def _with_profile(problem: Problem, record: Record, provider: Provider) -> Record:
     """The record with what ncu counted, or a note why it did not."""
     try:
-        return replace(record, profile=profiler.profile(record.provider, problem).to_json())
+        return replace(record, profile=profiler.profile(provider, problem).to_json())
     except profiler.ProfilerError as error:
         return replace(record, notes=(*record.notes, f"no profile of {record.provider}: {error}"))
 
