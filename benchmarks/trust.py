@@ -81,7 +81,8 @@ def verdicts(problem: Problem, trials: int, other: Slowed, protocol: Protocol) -
         result = measure(problem, [Slowed("attnworks"), other], replace(protocol, seed=trial))
         first, second = result.records
         found.append(first.ratio_to(second).verdict)
-        print(f"{trial + 1} of {trials}: {first.ratio_to(second)}", file=sys.stderr, flush=True)
+        told = f"{trial + 1} of {trials}: {first.ratio_to(second)}, {len(first.seconds)} runs"
+        print(told, file=sys.stderr, flush=True)
     return found
 
 
@@ -110,7 +111,7 @@ def slowed_rows(problem: Problem, trials: int, protocol: Protocol) -> Iterator[R
 
 def error_rows(problem: Problem, trials: int, protocol: Protocol) -> Iterator[Row]:
     """Largest over smallest of the errors of one kernel on other inputs."""
-    short = replace(protocol, runs=5, fewest_runs=5, flush=False, budget_seconds=0.0)
+    short = replace(protocol, runs=5, fewest_runs=5, most_runs=None, flush=False, budget_seconds=0.0)
     checks = [measure(problem, [Attnworks()], replace(short, seed=trial)).records[0].check for trial in range(trials)]
     for name, factor in (
         ("relative_error", comparison.RELATIVE_ERROR_FACTOR),
@@ -148,7 +149,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON; tables go nowhere")
     chosen = parser.parse_args()
     problem = described(chosen.device, chosen.length)
-    protocol = Protocol(threads=chosen.threads, budget_seconds=10)
+    protocol = Protocol(most_runs=400, threads=chosen.threads, budget_seconds=30)
     sections = {"same": same_rows, "slowed": slowed_rows, "errors": error_rows}
     found: list[Row] = []
     for name in chosen.section:
@@ -163,7 +164,7 @@ def main() -> None:
         machine = environment.machine(problem.device)
         introduction = (
             f"{machine['name']}; {', '.join(f'{n} {v}' for n, v in environment.versions().items())}; commit "
-            f"{environment.commit()}. {chosen.trials} benchmarks of 50 runs each, `benchmarks/trust.py`; "
+            f"{environment.commit()}. {chosen.trials} benchmarks of 50 to 400 runs each, `benchmarks/trust.py`; "
             f"attnworks is called as {Attnworks().form(problem)}."
         )
         title = f"Can the benchmark be trusted? {time.strftime('%Y-%m-%d')}"

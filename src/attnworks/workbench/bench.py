@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import random
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import torch
 
 from attnworks import traffic
 from attnworks.problem import Problem
-from attnworks.workbench import ceilings, environment, sampling
+from attnworks.workbench import ceilings, environment, sampling, statistics
 from attnworks.workbench.entrants import Entrant, check_after, enter, input_sets
 from attnworks.workbench.meters import Meter, Progress, Timed, meter_for
 from attnworks.workbench.providers import Provider
@@ -27,6 +28,7 @@ from attnworks.workbench.records import Record
 
 STEADY = 0.05  # a warm-up ends when two runs in a row differ by less
 FEWEST_WARM_UPS = 3
+FAR = 1.2  # a ratio whose interval lies beyond needs no more runs to be believed
 SLOW_SECONDS = 1.0  # a longer run is steady after one warm-up: nothing it needs is still being loaded
 
 
@@ -35,13 +37,17 @@ class Protocol:
     """How a benchmark runs.
 
     ``runs``: timed runs of each competitor; fewer, but at least ``fewest_runs``, where they would take longer than
-    ``budget_seconds`` (the records say so). ``flush``: empty the last-level cache before every run. ``input_sets``: at
-    most so many sets of random inputs are visited, fewer (at least 2) where they take more than ``input_bytes``.
-    ``threads``: None for torch's own number. ``seed``: of inputs and order, None for a new one each time.
+    ``budget_seconds`` (the records say so); more, up to ``most_runs`` (None: no more), while the interval of a close
+    ratio reaches further than ``precision`` and time is left. ``flush``: empty the last-level cache before every run.
+    ``input_sets``: at most so many sets of random inputs are visited, fewer (at least 2) where they take more than
+    ``input_bytes``. ``threads``: None for torch's own number. ``seed``: of inputs and order, None for a new one each
+    time.
     """
 
     runs: int = 50
     fewest_runs: int = 5
+    most_runs: int | None = None
+    precision: float = 0.02
     warm_ups: int = 20
     budget_seconds: float = 30.0
     flush: bool = True
@@ -53,6 +59,8 @@ class Protocol:
     def __post_init__(self) -> None:
         if not 1 <= self.fewest_runs <= self.runs:
             raise ValueError(f"fewest_runs: was {self.fewest_runs}, must lie in 1..{self.runs} (runs)")
+        if self.most_runs is not None and self.most_runs < self.runs:
+            raise ValueError(f"most_runs: was {self.most_runs}, must be None or >= {self.runs} (runs)")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads: was {self.threads}, must be None or >= 1")
 
@@ -106,12 +114,12 @@ def measure(
         round_seconds = sum(_warm_up(one, protocol, meter) for one in entrants)
         rounds = _rounds(protocol, round_seconds)
         load_meter = environment.LoadMeter()
-        timed = meter.rounds([one.entry for one in entrants], rounds, random.Random(seed), protocol.flush, report)
+        timed = _timed(entrants, meter, protocol, rounds, seed, report)
         load = load_meter.read()
-        report("checking again", rounds, rounds)
+        report("checking again", 0, 0)
         check_after(problem, entrants, sets, timed, meter, seed, protocol.flush)
         conditions |= {"timed_by": timed.means}
-        notes = _notes(protocol, rounds, round_seconds, conditions, load, timed)
+        notes = _notes(protocol, round_seconds, conditions, load, timed)
         records = _records(problem, entrants, timed, conditions, load, notes)
     return Result(tuple(records), refused, failed)
 
@@ -146,18 +154,51 @@ def _rounds(protocol: Protocol, round_seconds: float) -> int:
     return max(protocol.fewest_runs, min(protocol.runs, affordable))
 
 
+# ---- the timing ------------------------------------------------------------------------------------------------------
+
+
+def _timed(
+    entrants: Sequence[Entrant], meter: Meter, protocol: Protocol, rounds: int, seed: int, report: Progress
+) -> Timed:
+    """Rounds, and as many again while the ratios are not precise. When to stop depends on how wide the intervals are,
+    not on what they say: who looks at the verdict after each round and stops when he likes it will find one."""
+    entries, order = [one.entry for one in entrants], random.Random(seed)
+    start = time.perf_counter()
+    found = meter.rounds(entries, rounds, order, protocol.flush, report)
+    while found.rounds < (protocol.most_runs or 0) and not _precise(found, protocol.precision):
+        spent = time.perf_counter() - start
+        affordable = int((protocol.budget_seconds - spent) / (spent / found.rounds))
+        more = min(found.rounds, (protocol.most_runs or 0) - found.rounds, affordable)
+        if more < 1:
+            break
+        found = found.joined(meter.rounds(entries, more, order, protocol.flush, report))
+    return found
+
+
+def _precise(timed: Timed, precision: float) -> bool:
+    """Whether the ratios of all others to the first are known well enough; of those far from 1 nobody asks for more."""
+    first, *others = timed.seconds.values()
+    ratios = [statistics.ratio(first, other, paired=True) for other in others]
+    return all(
+        max(ratio.high / ratio.value, ratio.value / ratio.low) <= 1 + precision
+        or ratio.low > FAR
+        or ratio.high < 1 / FAR
+        for ratio in ratios
+    )
+
+
 # ---- after the timing ------------------------------------------------------------------------------------------------
 
 
 def _notes(
     protocol: Protocol,
-    rounds: int,
     round_seconds: float,
     conditions: dict[str, Any],
     load: environment.Load,
     timed: Timed,
 ) -> tuple[str, ...]:
     notes = []
+    rounds = timed.rounds
     if rounds < protocol.runs:
         notes.append(f"{rounds} runs instead of {protocol.runs}: a round takes {round_seconds:.2g} s")
     if protocol.flush and not conditions["flush_is_real"]:

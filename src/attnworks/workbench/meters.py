@@ -9,7 +9,7 @@ import gc
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -51,6 +51,16 @@ class Timed:
     state: dict[str, Any]
     means: str
 
+    @property
+    def rounds(self) -> int:
+        return len(next(iter(self.seconds.values())))
+
+    def joined(self, later: Timed) -> Timed:
+        """With the rounds of ``later``, whose state and ceilings are those of the meter's whole time."""
+        both = (self.seconds, later.seconds), (self.host_seconds, later.host_seconds)
+        seconds, host = ({name: [*a[name], *b[name]] for name in a} for a, b in both)
+        return replace(later, seconds=seconds, host_seconds=host)
+
 
 class Meter(Protocol):
     """``negligible_seconds``: by less than this one call may take longer than another for no reason."""
@@ -69,7 +79,7 @@ class Meter(Protocol):
     def rounds(
         self, entries: Sequence[Entry], rounds: int, order: random.Random, flush: bool, report: Progress
     ) -> Timed:
-        """Time all of them."""
+        """Time all of them. Called again, the ceilings and the state are of all the calls together."""
 
     def flush_conditions(self) -> dict[str, Any]:
         """Of the flush: its size, by how much it slows a read, and whether that is enough to believe in it."""
@@ -95,6 +105,9 @@ class CpuMeter:
         self._dtype = str(dtype).removeprefix("torch.")
         self._threads = threads
         self._caches = ceilings.Caches(threads)
+        self._sampler = sampling.sampler("cpu")
+        self._bandwidths: list[float] = []
+        self._peaks: list[float] = []
         # What the first parallel call of a process loads belongs to no competitor.
         (torch.ones(512, 512) @ torch.ones(512, 512)).sum()
 
@@ -119,10 +132,7 @@ class CpuMeter:
     ) -> Timed:
         seconds: dict[str, list[float]] = {entry.name: [] for entry in entries}
         last: dict[str, tuple[int, Tensor]] = {}
-        bandwidths: list[float] = []
-        peaks: list[float] = []
         settle = SETTLE_SECONDS if any(entry.brings_threads for entry in entries) else 0.0
-        sampler = sampling.sampler("cpu")
         gc.collect()
         gc.disable()
         try:
@@ -130,7 +140,7 @@ class CpuMeter:
                 report("timing", done, rounds)
                 chosen = order.randrange(len(entries[0].bound))
                 for entry in order.sample(list(entries), len(entries)):
-                    bandwidths += _known(self._caches.flush() if flush else None)
+                    self._bandwidths += _known(self._caches.flush() if flush else None)
                     run = entry.bound[chosen].run
                     if settle:
                         time.sleep(settle)
@@ -140,16 +150,16 @@ class CpuMeter:
                     if done == rounds - 1:
                         last[entry.name] = chosen, entry.bound[chosen].out(result).clone()
                     del result
-                peaks += _known(ceilings.peak_flops(self._dtype, self._threads) if flush else None)
-                sampler.sample()
+                self._peaks += _known(ceilings.peak_flops(self._dtype, self._threads) if flush else None)
+                self._sampler.sample()
         finally:
             gc.enable()
         report("timing", rounds, rounds)
         rates = {
-            "read_bytes_per_second": statistics.median(bandwidths) if bandwidths else None,
-            "flops_per_second": statistics.median(peaks) if peaks else None,
+            "read_bytes_per_second": statistics.median(self._bandwidths) if self._bandwidths else None,
+            "flops_per_second": statistics.median(self._peaks) if self._peaks else None,
         }
-        return Timed(seconds, {}, last, rates, sampler.state(), "wall clock")
+        return Timed(seconds, {}, last, rates, self._sampler.state(), "wall clock")
 
     def flush_conditions(self) -> dict[str, Any]:
         return _of_flush(self._caches.buffer_bytes, self._caches.check())
@@ -169,7 +179,8 @@ class GpuMeter:
         self._clock = clock
         self._device = device
         self._dtype = dtype
-        self._sampler = sampler
+        self._sampler = sampler or sampling.sampler(device)
+        self._rates = ceilings.GpuCeilings(clock, device, dtype)  # draws random numbers: before any capture
 
     def place(self, inputs: Inputs) -> Inputs:
         return Inputs(*(x.to(self._device) for x in inputs))
@@ -194,16 +205,14 @@ class GpuMeter:
     def rounds(
         self, entries: Sequence[Entry], rounds: int, order: random.Random, flush: bool, report: Progress
     ) -> Timed:
-        rates = ceilings.GpuCeilings(self._clock, self._device, self._dtype)  # draws random numbers: before a capture
         graphs = all(capturable(entry.bound[0].run) for entry in entries)
         runs = {entry.name: [bound.run for bound in entry.bound] for entry in entries}
-        sampler = self._sampler or sampling.sampler(self._device)
         report("timing", 0, rounds)
-        rates.measure()
-        with sampling.meanwhile(sampler):
+        self._rates.measure()
+        with sampling.meanwhile(self._sampler):
             seconds = self._clock.interleaved(runs, rounds, graphs=graphs, order=order, flush=flush)
-            sampler.sample()
-        rates.measure()
+            self._sampler.sample()
+        self._rates.measure()
         report("timing the host", rounds, rounds)
         host = self._host_seconds(entries, order, min(rounds, HOST_CALLS))
         # A copy enqueued right behind the call lacks what the timed stream does not wait for. Memory that is handed out
@@ -214,7 +223,7 @@ class GpuMeter:
             kept.append(entry.bound[chosen].run())
             last[entry.name] = chosen, entry.bound[chosen].out(kept[-1]).clone()
         means = "CUDA graph replays" if graphs else "events, the device asleep while the host enqueues"
-        return Timed(seconds, host, last, rates.rates(), sampler.state(), means)
+        return Timed(seconds, host, last, self._rates.rates(), self._sampler.state(), means)
 
     def _host_seconds(self, entries: Sequence[Entry], order: random.Random, calls: int) -> dict[str, list[float]]:
         """Until a call returns, with the device idle: what a caller's thread cannot use for anything else."""

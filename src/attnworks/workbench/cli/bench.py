@@ -49,7 +49,14 @@ QUICK_SECONDS = 3.0
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1; in bfloat16 on a GPU.")
 @click.option("--providers", help=f"Of {', '.join(NAMES)}.  [default: all of attnworks and torch that fit]")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads for all of them.  [default: torch's]")
-@click.option("--runs", type=click.IntRange(min=5), default=50, show_default=True, help="Timed runs of each.")
+@click.option("--runs", type=click.IntRange(min=5), default=50, show_default=True, help="Timed runs of each, at least.")
+@click.option(
+    "--most-runs",
+    type=click.IntRange(min=5),
+    default=400,
+    show_default=True,
+    help="Where ratios are not yet within 2 %.",
+)
 @click.option("--budget", type=float, default=30.0, show_default=True, help="Seconds for the timed runs of a problem.")
 @click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS:g} seconds for a problem instead.")
 @click.option("--seed", type=int, help="Of inputs and order.  [default: a new one each time]")
@@ -65,8 +72,8 @@ QUICK_SECONDS = 3.0
 @click.pass_context
 def bench(
     ctx: click.Context, /, targets: tuple[str, ...], device: str, providers: str | None, threads: int | None, runs: int,
-    budget: float, quick: bool, seed: int | None, convention: str | None, no_verify: bool, profiled: bool,
-    save: Path | None, db: Path | None, no_history: bool, as_json: bool, **_: Any,
+    most_runs: int, budget: float, quick: bool, seed: int | None, convention: str | None, no_verify: bool,
+    profiled: bool, save: Path | None, db: Path | None, no_history: bool, as_json: bool, **_: Any,
 ) -> None:  # fmt: skip
     """Time kernels against each other, interleaved, with intervals on the ratios.
 
@@ -76,7 +83,8 @@ def bench(
     Exit code 1 if a kernel's results are wrong (it is not timed then).
     """
     place = environment.place(device)
-    protocol = Protocol(runs=runs, budget_seconds=QUICK_SECONDS if quick else budget, threads=threads, seed=seed)
+    seconds, most = QUICK_SECONDS if quick else budget, max(runs, most_runs)
+    protocol = Protocol(runs=runs, most_runs=most, budget_seconds=seconds, threads=threads, seed=seed)
     usual = DEFAULT_PROVIDERS if place == "cpu" else GPU_PROVIDERS
     names = usual if providers is None else tuple(name.strip() for name in providers.split(","))
     asked = [*(Foreign(target, convention) for target in targets), *map(by_name, names)]
