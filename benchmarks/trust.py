@@ -18,12 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attnworks import Causal
 from attnworks.problem import Problem
 from attnworks.workbench import comparison, environment, statistics
 from attnworks.workbench.bench import Protocol, measure
@@ -38,40 +38,51 @@ SLEEP = 1_000_000  # cycles, to learn how long the device sleeps for one
 
 
 class Slowed(Attnworks):
-    """attnworks, and then ``wait``."""
+    """attnworks, and then a wait of ``share`` of its own time: on a CPU of this very call's, on a GPU, where the host
+    does not know it, of ``seconds``, in cycles of the device."""
 
-    def __init__(self, name: str, wait: Callable[[], None] | None = None) -> None:
+    def __init__(self, name: str, share: float = 0.0, seconds: float = 0.0) -> None:
         super().__init__(name)
-        self._wait = wait
+        self._share, self._seconds = share, seconds
 
     def bind(self, problem: Problem, inputs: Inputs) -> Bound:
-        bound, wait = super().bind(problem, inputs), self._wait
-        if wait is None:
+        bound = super().bind(problem, inputs)
+        if not self._share:
             return bound
+        if problem.device != "cpu":
+            sleep: Callable[[int], None] = torch.cuda._sleep
+            cycles = round(self._share * self._seconds / seconds_of_a_cycle(problem.device))
+
+            def wait(started: float) -> None:
+                sleep(cycles)
+        else:
+
+            def wait(started: float) -> None:
+                now = time.perf_counter()
+                end = now + self._share * (now - started)
+                while time.perf_counter() < end:
+                    pass
 
         def run() -> Any:
+            started = time.perf_counter()
             result = bound.run()
-            wait()
+            wait(started)
             return result
 
         return Bound(run, bound.out)
 
 
-def waits(problem: Problem, share: float) -> Callable[[], None]:
-    """What takes ``share`` of the kernel's own time on this problem."""
-    own = measure(problem, [Attnworks()], Protocol(seed=0, budget_seconds=3)).records[0].median
-    if problem.device == "cpu":
+@cache
+def seconds_of_a_cycle(device: str) -> float:
+    clock, sleep = Clock(device), torch.cuda._sleep
+    return statistics.median([clock.seconds(lambda: sleep(SLEEP)) for _ in range(20)]) / SLEEP
 
-        def spin() -> None:
-            end = time.perf_counter() + share * own
-            while time.perf_counter() < end:
-                pass
 
-        return spin
-    clock = Clock(problem.device)
-    sleep: Callable[[int], None] = torch.cuda._sleep
-    each = statistics.median([clock.seconds(lambda: sleep(SLEEP)) for _ in range(20)]) / SLEEP
-    return lambda: sleep(round(share * own / each))
+def slowed(problem: Problem, share: float) -> Slowed:
+    own = 0.0
+    if problem.device != "cpu":
+        own = measure(problem, [Attnworks()], Protocol(seed=0)).records[0].median
+    return Slowed("slowed", share, own)
 
 
 def verdicts(problem: Problem, trials: int, other: Slowed, protocol: Protocol) -> list[str]:
@@ -100,7 +111,7 @@ def slowed_rows(problem: Problem, trials: int, protocol: Protocol) -> Iterator[R
     for (where, share), bar in FOUND_BARS.items():
         if where != kind:
             continue
-        found = verdicts(problem, trials, Slowed("slowed", waits(problem, share)), protocol)
+        found = verdicts(problem, trials, slowed(problem, share), protocol)
         right = found.count("faster")
         detail = f"undecided {found.count('undecided')}, wrong {found.count('slower')}"
         value = f"found in {right} of {trials}"
@@ -132,9 +143,9 @@ def in_words(problem: Problem) -> str:
 
 def described(device: str, length: int | None) -> Problem:
     gpu = device != "cpu"
-    n = length or (4096 if gpu else 512)
-    sizes = {"form": "dense", "batch": 1, "seq_q": n, "seq_kv": n, "head_dim": 64, "head_dim_v": 64, "mask": Causal()}
-    heads, dtype = (16, torch.bfloat16) if gpu else (4, torch.float32)
+    n = length or (4096 if gpu else 1024)
+    sizes = {"form": "dense", "batch": 1, "seq_q": n, "seq_kv": n, "head_dim": 64, "head_dim_v": 64}
+    heads, dtype = (16, torch.bfloat16) if gpu else (8, torch.float32)
     return replace(describe(**sizes, heads_q=heads, heads_kv=heads, dtype=dtype), device=environment.place(device))
 
 
@@ -143,7 +154,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--length", type=int, help="queries and keys; 512 on a CPU, 4096 on a GPU")
+    parser.add_argument("--length", type=int, help="queries and keys; 1024 on a CPU, 4096 on a GPU")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--markdown", type=Path, help="also write the tables there")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON; tables go nowhere")
