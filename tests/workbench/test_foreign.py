@@ -17,7 +17,8 @@ from attnworks.problem import Problem
 from attnworks.workbench import ceilings, foreign
 from attnworks.workbench.cli import main
 from attnworks.workbench.foreign import Foreign, verify_first
-from attnworks.workbench.probing import prepare
+from attnworks.workbench.guards import Guarded
+from attnworks.workbench.probing import prepare, probe
 from attnworks.workbench.providers import by_name, describe, random_inputs
 from attnworks.workbench.quick_check import NotVerifiedError, check
 from attnworks.workbench.verify import verify
@@ -148,6 +149,14 @@ def test_a_kernel_is_verified_before_it_is_timed(path: str) -> None:
     assert verify_first(Foreign(f"{path}:flash"), "cpu") == ""
     complaint = verify_first(Foreign(f"{path}:scaleless"), "cpu")
     assert "verify --quick: hand" in complaint and "not benchmarked" in complaint
+
+
+def test_a_kernel_that_runs_elsewhere_is_verified_there(path: str) -> None:
+    for name, passes in (("flash", True), ("scaleless", False)):
+        provider = Foreign(f"{path}:{name}")
+        subject = Guarded(foreign._There(provider.kernel, "cpu"))
+        probe(subject)
+        assert (foreign._complaint(provider, verify(subjects=(subject,), cases=("hand",), quick=True)) == "") == passes
 
 
 @pytest.mark.usefixtures("a_few_cases")

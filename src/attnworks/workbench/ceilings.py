@@ -153,7 +153,7 @@ def _timed_read(tensor: torch.Tensor) -> float:
 
 # ---- a GPU -----------------------------------------------------------------------------------------------------------
 
-_GPU_BYTES = 1 << 30
+_GPU_BYTES = 512 << 20
 _GPU_PRODUCT = {2: 8192, 4: 4096}  # rows and columns of a square product, by bytes of an element
 
 
