@@ -215,6 +215,11 @@ def test_a_protocol_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> Non
         Protocol(**wrong)
 
 
+def test_two_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="'a' twice"):
+        measure(problem(), [Spy("a", []), Spy("b", []), Spy("a", [])], SHORT)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_here_is_not_measured() -> None:
     with pytest.raises(ValueError, match="no GPU here"):
@@ -264,6 +269,13 @@ def test_every_competitor_gives_what_it_says_it_does(name: str, described: Probl
     assert found.passed, found
     assert provider.form(described)
     assert label(name) != ""
+
+
+def test_kernels_of_gpus_say_so_on_a_cpu() -> None:
+    for name in ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flash-attn-3", "flash-attn-4"):
+        provider = by_name(name)
+        assert "GPU" in provider.refuses(problem()) and provider.name == name
+        assert provider.form(problem()) and label(name) != name
 
 
 def test_nobody_is_unknown_quietly() -> None:

@@ -96,8 +96,12 @@ def measure(
     """Measure providers against each other on one problem, on the problem's device.
 
     Only kernels that pass ``quick_check`` on this very problem are timed, and afterwards they are checked again.
-    Raises ``NotVerifiedError`` if that second check fails, ``ValueError`` for a device that is not here.
+    Raises ``NotVerifiedError`` if that second check fails, ``ValueError`` for a device that is not here and
+    for two providers of one name.
     """
+    names = [provider.name for provider in providers]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"providers: held {twice[0]!r} twice, must have names of their own")
     problem = replace(problem, device=environment.place(problem.device))
     seed = random.SystemRandom().getrandbits(32) if protocol.seed is None else protocol.seed
     report = progress or (lambda what, done, total: None)

@@ -1,5 +1,5 @@
 """Other implementations: OpenVINO's ScaledDotProductAttention and ONNX Runtime's contributed attention operators on a
-CPU, FlashAttention-3 and -4 on a GPU.
+CPU; torch's own kernels each by itself, and FlashAttention-3 and -4, on a GPU.
 
 The first two get torch's thread count, the same values as everybody else, and read and write the same kind of memory
 without copies; they write into a result they are given, where torch and attnworks allocate one. Prefill only. Optional:
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnworks.masks import Bounds
 from attnworks.problem import Problem
-from attnworks.workbench.providers import Bound, Inputs, Provider
+from attnworks.workbench.providers import Bound, Inputs, Provider, Sdpa
 
 
 class _Peer(Provider):
@@ -227,7 +227,36 @@ def _onnx_session(problem: Problem, threads: int) -> Any:
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-# ---- FlashAttention on GPUs ------------------------------------------------------------------------------------------
+# ---- on GPUs ---------------------------------------------------------------------------------------------------------
+
+
+class SdpaBackend(Sdpa):
+    """SDPA held to one of torch's GPU kernels."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        self.name = name
+        self._backend = backend
+
+    def form(self, problem: Problem) -> str:
+        return f"sdpa_kernel(SDPBackend.{self._backend}): {super().form(problem)}"
+
+    def refuses(self, problem: Problem) -> str:
+        return "one of torch's GPU kernels" if problem.device == "cpu" else super().refuses(problem)
+
+    def bind(self, problem: Problem, inputs: Inputs) -> Bound:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend, bound = getattr(SDPBackend, self._backend), super().bind(problem, inputs)
+
+        def run() -> Any:
+            with sdpa_kernel(backend):
+                return bound.run()
+
+        try:
+            run()
+        except RuntimeError as error:  # torch's way to say that the kernel doesn't take the problem
+            raise NotImplementedError(str(error).splitlines()[0]) from error
+        return Bound(run, bound.out)
 
 
 class FlashAttention(Provider):
@@ -276,6 +305,9 @@ class FlashAttention(Provider):
 PEERS: dict[str, Callable[[], Provider]] = {
     "openvino": OpenVino,
     "onnxruntime": OnnxRuntime,
+    "sdpa-flash": lambda: SdpaBackend("sdpa-flash", "FLASH_ATTENTION"),
+    "sdpa-cudnn": lambda: SdpaBackend("sdpa-cudnn", "CUDNN_ATTENTION"),
+    "sdpa-efficient": lambda: SdpaBackend("sdpa-efficient", "EFFICIENT_ATTENTION"),
     "flash-attn-3": lambda: FlashAttention("flash-attn-3", ("flash_attn_interface", "fa3_fwd_interface")),
     "flash-attn-4": lambda: FlashAttention("flash-attn-4", ("flash_attn.cute",)),
 }

@@ -205,35 +205,6 @@ class Sdpa(_Torch):
         return Bound(lambda: sdpa(q, k, v, **options), _as_it_is)
 
 
-class SdpaBackend(Sdpa):
-    """SDPA held to one of torch's GPU kernels."""
-
-    def __init__(self, name: str, backend: str) -> None:
-        self.name = name
-        self._backend = backend
-
-    def form(self, problem: Problem) -> str:
-        return f"sdpa_kernel(SDPBackend.{self._backend}): {super().form(problem)}"
-
-    def refuses(self, problem: Problem) -> str:
-        return "one of torch's GPU kernels" if problem.device == "cpu" else super().refuses(problem)
-
-    def bind(self, problem: Problem, inputs: Inputs) -> Bound:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        backend, bound = getattr(SDPBackend, self._backend), super().bind(problem, inputs)
-
-        def run() -> Any:
-            with sdpa_kernel(backend):
-                return bound.run()
-
-        try:
-            run()
-        except RuntimeError as error:  # torch's way to say that the kernel doesn't take the problem
-            raise NotImplementedError(str(error).splitlines()[0]) from error
-        return Bound(run, bound.out)
-
-
 class SdpaCausal(Sdpa):
     """SDPA with is_causal alone in place of a window: what torch users run when the boolean mask is too slow."""
 
@@ -353,9 +324,9 @@ _ENTRIES = {
     "sdpa": _Entry(Sdpa, "torch SDPA"),
     "sdpa-grouped": _Entry(SdpaGrouped, "torch SDPA, grouped rows"),
     "sdpa-causal": _Entry(SdpaCausal, "torch SDPA, causal only"),
-    "sdpa-flash": _Entry(lambda: SdpaBackend("sdpa-flash", "FLASH_ATTENTION"), "torch SDPA, FlashAttention-2"),
-    "sdpa-cudnn": _Entry(lambda: SdpaBackend("sdpa-cudnn", "CUDNN_ATTENTION"), "torch SDPA, cuDNN"),
-    "sdpa-efficient": _Entry(lambda: SdpaBackend("sdpa-efficient", "EFFICIENT_ATTENTION"), "torch SDPA, efficient"),
+    "sdpa-flash": _Entry(_peer("sdpa-flash"), "torch SDPA, FlashAttention-2"),
+    "sdpa-cudnn": _Entry(_peer("sdpa-cudnn"), "torch SDPA, cuDNN"),
+    "sdpa-efficient": _Entry(_peer("sdpa-efficient"), "torch SDPA, efficient"),
     "standard": _Entry(Standard, "standard attention"),
     "openvino": _Entry(_peer("openvino"), "OpenVINO"),
     "onnxruntime": _Entry(_peer("onnxruntime"), "ONNX Runtime"),
