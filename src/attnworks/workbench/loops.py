@@ -82,8 +82,8 @@ class Pass:
     from then on, whatever it takes, as the bill of standard attention does.
 
     ``skips``: tile pairs that the mask hides are not visited. ``shared``: keys that query heads share are kept, or
-    left, once for all of them, whose tiles go by in turn. ``together``: the query heads of a group are rows of one tile.
-    ``splits``: the keys are shared out in ``Schedule.split_kv``, an outer tile for each share.
+    left, once for all of them, whose tiles go by in turn. ``together``: the query heads of a group are rows of one
+    tile. ``splits``: the keys are shared out in ``Schedule.split_kv``, an outer tile for each share.
     ``programs``: what runs in parallel, each outer "tile" or each "head". ``fused``: in the program of the pass before.
     ``products``: how many of width head_dim and head_dim_v each pair takes. ``tile_q``, ``tile_kv``: if not the
     schedule's. ``registers``: what lives there. ``says``: what happens at the start of an outer tile, at an inner one

@@ -24,7 +24,7 @@ LABELS = {
 # In the backward of both it is the keys' tiles that are outside.
 BACKWARD_LABELS = {"standard": "standard attention", "kv_outer": "FlashAttention-1", "q_outer": "FlashAttention-2"}
 
-# ---- forward -----------------------------------------------------------------------------------------------------------
+# ---- forward ---------------------------------------------------------------------------------------------------------
 
 _ONLINE = (
     "S{i},{j} = scale · Q{i} K{j}ᵀ, on chip only. m rises to the largest score so far; alpha = exp(m before − m now) "
@@ -38,8 +38,8 @@ STANDARD = Schedule(
             "S = Q Kᵀ", outer="q", inner="kv", keeps=("q",), once=("k",), writes=("s",), skips=False, products=(1, 0),
             says=(
                 "Load the tile Q{i} of queries.",
-                "S{i},{j} = scale · Q{i} K{j}ᵀ, and written out: as a whole S is far too large to stay on chip. What the "
-                "mask hides is computed all the same.",
+                "S{i},{j} = scale · Q{i} K{j}ᵀ, and written out: as a whole S is far too large to stay on chip. What "
+                "the mask hides is computed all the same.",
                 "The rows of S for Q{i} lie in slow memory.",
             ),
         ),
@@ -94,7 +94,7 @@ Q_OUTER = Schedule(
     ),
 )  # fmt: skip
 
-# ---- backward ----------------------------------------------------------------------------------------------------------
+# ---- backward --------------------------------------------------------------------------------------------------------
 
 STANDARD_BACKWARD = Schedule(
     "standard",
@@ -102,7 +102,11 @@ STANDARD_BACKWARD = Schedule(
         Pass(
             "dV = Pᵀ dO", outer="kv", inner="q", streams=("p",), once=("d_out",), leaves=("d_v",), skips=False,
             shared=True, products=(0, 1), registers=("d_v",),
-            says=("dV{j} = 0.", "Read P{i},{j}, which the forward kept: dV{j} = dV{j} + P{i},{j}ᵀ dO{i}.", "Write dV{j}."),
+            says=(
+                "dV{j} = 0.",
+                "Read P{i},{j}, which the forward kept: dV{j} = dV{j} + P{i},{j}ᵀ dO{i}.",
+                "Write dV{j}.",
+            ),
         ),
         Pass(
             "dP = dO Vᵀ", outer="q", inner="kv", keeps=("d_out",), once=("v",), writes=("d_p",), skips=False,
@@ -164,7 +168,7 @@ Q_OUTER_BACKWARD = Schedule(
     (
         Pass(
             "delta = rowsum(dO ∘ O)", outer="q", keeps=("out", "d_out"), leaves=("delta", "d_q"),
-            says=("Load O{i} and dO{i}.", "", "Write delta, a number for each row, and dQ{i} = 0, to which will be added."),
+            says=("Load O{i} and dO{i}.", "", "Write delta, a number for each row, and dQ{i} = 0, to be added to."),
         ),
         Pass(
             "backward", outer="kv", inner="q", keeps=("k", "v"), streams=("q", "d_out", "lse", "delta"),
@@ -182,7 +186,7 @@ Q_OUTER_BACKWARD = Schedule(
 FORWARD = {one.name: one for one in (STANDARD, KV_OUTER, Q_OUTER)}
 BACKWARD = {one.name: one for one in (STANDARD_BACKWARD, KV_OUTER_BACKWARD, Q_OUTER_BACKWARD)}
 
-# ---- the backends' plans -----------------------------------------------------------------------------------------------
+# ---- the backends' plans ---------------------------------------------------------------------------------------------
 
 
 def of_plan(p: Problem, plan: Plan) -> Schedule:
