@@ -206,9 +206,16 @@ def test_a_page_table_is_read_once_for_every_tile_of_queries():
 @pytest.mark.parametrize("backend", ["triton", "cuda", "cpu"])
 def test_plans_are_chosen_for_a_machine_that_is_not_here(backend):
     p = replace(problem(2048, 2048), head_dim=128, head_dim_v=128)
-    plan = schedules.plan_on(p, backend, hardware.load("h200-sxm"))
+    on = hardware.detect("cpu") if backend == "cpu" else hardware.load("h200-sxm")
+    plan = schedules.plan_on(p, backend, on)
     assert plan.backend == backend
     assert counted(p, schedules.of_plan(p, plan)).total() >= p.minimum_bytes()
+
+
+@pytest.mark.parametrize(("backend", "machine"), [("cpu", "h200-sxm"), ("cuda", "t4"), ("eager", "t4")])
+def test_a_backend_is_not_shown_where_it_does_not_run(backend, machine):
+    with pytest.raises(ValueError, match="backend"):
+        schedules.plan_on(problem(), backend, hardware.load(machine))
 
 
 # ---- a schedule of one's own -----------------------------------------------------------------------------------------

@@ -365,7 +365,7 @@ def _count_pass(p: Problem, schedule: Schedule, number: int) -> Iterator[Moved]:
         if where == "once" or not by_q:
             return distinct, distinct
         if whole:
-            return every * len(shares), every * (len(shares) if where == "leaves" else 1)
+            return every * len(shares), every * (len(shares) if array.temporary else 1)  # of each share its own
         return (_kept_rows(grid, shares) if one.outer == "q" else distinct), distinct
 
     heads = p.heads_kv if one.together else p.heads_q
@@ -411,12 +411,17 @@ def _kept_rows(grid: Grid, shares: list[tuple[int, int]]) -> int:
 
 def executed_flops(p: Problem, schedule: Schedule) -> int:
     """FLOPs of the matrix products of all visited tiles, over all heads and sequences."""
-    total = 0
+    return sum(flops_of_passes(p, schedule))
+
+
+def flops_of_passes(p: Problem, schedule: Schedule) -> list[int]:
+    """``executed_flops`` of each pass."""
+    found = []
     for one in schedule.passes:
         wide = one.products[0] * p.head_dim + one.products[1] * p.head_dim_v
         heads = p.heads_kv if one.together else p.heads_q
-        total += 2 * p.batch * heads * _tally(_grid(p, schedule, one)).pairs * wide if wide else 0
-    return total
+        found.append(2 * p.batch * heads * _tally(_grid(p, schedule, one)).pairs * wide if wide else 0)
+    return found
 
 
 def programs(p: Problem, schedule: Schedule, one: Pass) -> tuple[int, int]:
@@ -425,6 +430,14 @@ def programs(p: Problem, schedule: Schedule, one: Pass) -> tuple[int, int]:
     tiles = len(grid.rows) * len(_splits(p, schedule, one)) if one.outer == "q" else len(grid.keys)
     heads = p.heads_kv if one.together or one.shared else p.heads_q
     return (1 if one.programs == "head" else tiles), p.batch * heads
+
+
+def equal_walks(p: Problem, schedule: Schedule, one: Pass) -> bool:
+    """Whether the outer tiles of a pass meet equally many inner tiles each."""
+    grid = _grid(p, schedule, one)
+    if one.outer == "q":
+        return bool((grid.visits == grid.visits[:1]).all())
+    return bool((grid.visits == len(grid.keys)).all())
 
 
 def pair_operands(p: Problem) -> tuple[Array, ...]:

@@ -12,15 +12,17 @@ from pathlib import Path
 
 from attnworks.backends import cpu
 from attnworks.hardware import Hardware
+from attnworks.masks import Bounds
 from attnworks.plan import Plan
 from attnworks.problem import Problem
-from attnworks.workbench.loops import Pass, Schedule, pair_operands
+from attnworks.workbench.loops import Array, Pass, Schedule, pair_operands
 
 LABELS = {
     "standard": "standard attention",
     "kv_outer": "FlashAttention-1: KV outer",
     "q_outer": "FlashAttention-2: Q outer",
 }
+BACKENDS = ("cpu", "triton", "cuda")
 # In the backward of both it is the keys' tiles that are outside.
 BACKWARD_LABELS = {"standard": "standard attention", "kv_outer": "FlashAttention-1", "q_outer": "FlashAttention-2"}
 
@@ -186,6 +188,8 @@ Q_OUTER_BACKWARD = Schedule(
 FORWARD = {one.name: one for one in (STANDARD, KV_OUTER, Q_OUTER)}
 BACKWARD = {one.name: one for one in (STANDARD_BACKWARD, KV_OUTER_BACKWARD, Q_OUTER_BACKWARD)}
 
+NAMES = (*FORWARD, *BACKENDS)
+
 # ---- the backends' plans ---------------------------------------------------------------------------------------------
 
 
@@ -266,8 +270,11 @@ def _triton_backward(p: Problem) -> Schedule:
 
 
 def _with_operands(p: Problem, schedule: Schedule) -> Schedule:
-    """Dense masks and biases are read in every visited tile by what computes S."""
+    """Dense masks and biases are read in every visited tile by what computes S; so is an entry of the tile map of any
+    mask that is more than closed bounds, whose hidden tiles the Problem alone doesn't tell."""
     operands = pair_operands(p)
+    if p.form == "dense" and not all(isinstance(term, Bounds) for term in p.mask):
+        operands += (Array("tile map", "kv", lambda _: 4 / schedule.tile_kv),)
     if not operands:
         return schedule
     names = tuple(array.name for array in operands)
@@ -280,26 +287,42 @@ def _with_operands(p: Problem, schedule: Schedule) -> Schedule:
 def plan_on(p: Problem, backend: str, hardware: Hardware) -> Plan:
     """The plan that ``backend`` would choose on ``hardware``, which need not be here. Raises ``ValueError`` where it
     has none."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: was {backend!r}, must be one of {BACKENDS}")
+    if (backend == "cpu") != (hardware.kind == "cpu"):
+        raise ValueError(f"backend: {backend!r} does not run on {hardware.name}")
     if backend == "cpu":
         found = cpu.candidates(p, hardware)
     elif backend == "triton":
         from attnworks.backends.triton import plans
 
         found = plans.candidates(p, hardware)
-    elif backend == "cuda":
+    else:
+        from attnworks.backends.cuda import CAPABILITY
         from attnworks.backends.cuda import plans as cuda_plans
 
+        if p.form == "decode" or hardware.capability not in (CAPABILITY, None):
+            raise ValueError(f"backend: 'cuda' runs no caches, and nothing but compute capability {CAPABILITY}")
         found = [cuda_plans.plan_for(p)]
-    else:
-        raise ValueError(f"backend: was {backend!r}, must be 'cpu', 'triton' or 'cuda'")
     if not found:
         raise ValueError(f"backend: {backend!r} has no plan that fits {hardware.name}")
     return found[0]
 
 
-def from_file(named: str) -> Schedule:
+def named(name: str, p: Problem, hardware: Hardware, *, backward: bool = False) -> Schedule:
+    """A schedule of the papers, a backend's on ``hardware`` ("cpu", "triton", "cuda"), or one of a user's own
+    ("FILE.py:NAME"). Raises ``ValueError`` for any other name."""
+    papers = BACKWARD if backward else FORWARD
+    if name in papers:
+        return papers[name]
+    if name in BACKENDS:
+        return backward_of(p, name) if backward else of_plan(p, plan_on(p, name, hardware))
+    return from_file(name)
+
+
+def from_file(written: str) -> Schedule:
     """A schedule of a user's own: "path/to/file.py:NAME". Raises ``ValueError`` where there is none by that name."""
-    path, _, name = named.rpartition(":")
+    path, _, name = written.rpartition(":")
     if not path or not Path(path).is_file():
         raise ValueError(
             f"schedule: was {named!r}, must be one that has a name or FILE.py:NAME with a file that exists"

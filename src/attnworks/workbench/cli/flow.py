@@ -11,8 +11,7 @@ from attnworks.problem import Problem
 from attnworks.workbench import flow as page
 from attnworks.workbench import schedules
 from attnworks.workbench.cli.output import console, in_bytes, json_option, print_json, print_notes, print_table, table
-from attnworks.workbench.cli.problems import problem_from, problem_options
-from attnworks.workbench.loops import Schedule
+from attnworks.workbench.cli.problems import machine_named, machine_option, problem_from, problem_options
 
 DEFAULT_SEQ = 1024
 DEFAULT_TILE = 128
@@ -24,18 +23,19 @@ DEFAULT_TILE = 128
     "--schedule",
     "names",
     multiple=True,
-    help=f"{', '.join(schedules.FORWARD)}, or one of your own: FILE.py:NAME. Repeat it for several side by side.  "
-    "[default: all three]",
+    help=f"{', '.join(schedules.NAMES)} (the backend's plan on --machine), or one of your own: FILE.py:NAME. Repeat it "
+    "for several side by side.  [default: the first three]",
 )
 @click.option("--tile-q", type=click.IntRange(min=1), help=f"Rows of a Q tile.  [default: {DEFAULT_TILE}]")
 @click.option("--tile-kv", type=click.IntRange(min=1), help=f"Keys of a KV tile.  [default: {DEFAULT_TILE}]")
 @click.option("--backward", is_flag=True, help="The backward of the same schedules.")
+@machine_option
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), default="flow.html", show_default=True)
 @json_option
 @click.pass_context
 def flow(
-    ctx: click.Context, /, names: tuple[str, ...], tile_q: int | None, tile_kv: int | None, backward: bool, out: Path,
-    as_json: bool, **_: Any,
+    ctx: click.Context, /, names: tuple[str, ...], tile_q: int | None, tile_kv: int | None, backward: bool,
+    machine: str, out: Path, as_json: bool, **_: Any,
 ) -> None:  # fmt: skip
     """Draw the data movement: standard attention, FlashAttention-1 and -2 side by side, one tile loop step at a time.
 
@@ -44,7 +44,12 @@ def flow(
     problem = problem_from(ctx, DEFAULT_SEQ)
     if problem.form != "dense":
         raise click.UsageError(f"flow draws dense problems, not {problem.form}: leave out --decode")
-    asked = [_schedule(name, backward, tile_q, tile_kv) for name in names or schedules.FORWARD]
+    on = machine_named(machine)
+    asked = []
+    for name in names or schedules.FORWARD:
+        schedule = schedules.named(name, problem, on, backward=backward)
+        default = DEFAULT_TILE if name in schedules.FORWARD else 0  # others have tiles of their own
+        asked.append(schedule.with_tiles(tile_q or default, tile_kv or default))
     told = page.story(problem, asked)
     try:
         text = page.render(told)
@@ -57,13 +62,6 @@ def flow(
         print_json({"problem": problem.to_json(), "page": str(out), "schedules": found})
     else:
         _print(problem, out, told)
-
-
-def _schedule(name: str, backward: bool, tile_q: int | None, tile_kv: int | None) -> Schedule:
-    known = schedules.BACKWARD if backward else schedules.FORWARD
-    if name in known:
-        return known[name].with_tiles(tile_q or DEFAULT_TILE, tile_kv or DEFAULT_TILE)
-    return schedules.from_file(name).with_tiles(tile_q or 0, tile_kv or 0)
 
 
 def _print(problem: Problem, out: Path, told: dict[str, Any]) -> None:
