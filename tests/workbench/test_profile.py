@@ -16,6 +16,8 @@ SCALED = '"","","","","","","","","","","","Mbyte","Kbyte","usecond","Gbyte"'
 WHERE = '"python3","127.0.0.1"'
 PLACE = '"1","7","(128, 1, 1)","(2048, 1, 1)","0","9.0"'
 OUTPUT = f"""==PROF== Connected to process 4711 (/usr/bin/python3.11)
+==PROF== Profiling "forward" - 0: 0%....50%....100% - 1 pass
+==PROF== Profiling "combine" - 1 (2/2): 0%....50%....100% - 3 passes
 the program's own words, "quoted"
 {HEAD}
 {BASE}
@@ -35,7 +37,9 @@ def test_every_launch_is_read_with_its_metrics() -> None:
             profile.SECONDS: pytest.approx(123_456e-9),
             profile.L2: 2**30,
         },
+        passes=1,
     )
+    assert second.passes == 3
     assert second.name == "void combine<float, 4>(float *, int)"
     assert profile.L2 not in second.metrics, "unknown is missing, not 0"
     assert second.metrics[profile.DRAM_WRITTEN] == 0
@@ -62,6 +66,13 @@ def test_a_total_is_known_only_if_every_part_is() -> None:
     assert total(kernels, profile.DRAM_READ) == 201_326_592 + 1024
     assert total(kernels, profile.L2) is None
     assert total([], profile.L2) is None
+
+
+def test_calls_end_where_the_caches_are_emptied() -> None:
+    names = ["a", "b", "reduce_kernel", "c", "reduce_kernel<4>", "reduce_kernel<1>", "d"]
+    found = profile.calls([Kernel(name) for name in names], "reduce_kernel")
+    assert [[kernel.name for kernel in call] for call in found] == [names[:3], names[3:6]]
+    assert profile.calls([Kernel("a")], "reduce_kernel") == []
 
 
 FAKE = """#!/bin/sh

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shutil
 import subprocess
 import tempfile
@@ -26,6 +27,7 @@ TENSOR_SHARE = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
 BANK_CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu.sum"
 
 _DESCRIPTION = "Kernel Name"
+_PASSES = re.compile(r"^==PROF== Profiling .* - (\d+)(?: \(\d+/\d+\))?: .* (\d+) pass", re.MULTILINE)
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _TIMES = {
     "second": 1.0,
@@ -41,10 +43,12 @@ _TIMES = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: its name and its metrics by ncu's names, in base units (bytes, seconds, cycles, percent)."""
+    """One launch: its name and its metrics by ncu's names, in base units (bytes, seconds, cycles, percent). ``passes``:
+    how often ncu ran it to read them all, None where it didn't say; from the second on it finds the caches warm."""
 
     name: str
     metrics: dict[str, float] = field(default_factory=dict)
+    passes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -111,11 +115,12 @@ def parse(text: str) -> list[Kernel]:
         return []
     names, units, *launches = rows
     columns = [n for n, name in enumerate(names) if "__" in name]
+    passes = {number: int(count) for number, count in _PASSES.findall(text)}
     kernels = []
     for launch in launches:
         values = {names[n]: _number(launch[n], units[n]) for n in columns if n < len(launch)}
         known = {name: value for name, value in values.items() if value is not None}
-        kernels.append(Kernel(launch[names.index(_DESCRIPTION)], known))
+        kernels.append(Kernel(launch[names.index(_DESCRIPTION)], known, passes.get(launch[0])))
     return kernels
 
 
@@ -124,6 +129,17 @@ def total(kernels: Iterable[Kernel], metric: str) -> float | None:
     values = [kernel.metrics.get(metric) for kernel in kernels]
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None
+
+
+def calls(kernels: Iterable[Kernel], last: str) -> list[list[Kernel]]:
+    """The kernels of each call, where every call ends with one or more whose name holds ``last``, such as what reads a
+    large buffer to empty the caches. Those are part of it; what comes after the last of them is left out."""
+    found: list[list[Kernel]] = [[]]
+    for kernel in kernels:
+        if found[-1] and last in found[-1][-1].name and last not in kernel.name:
+            found.append([])
+        found[-1].append(kernel)
+    return [call for call in found if call and last in call[-1].name]
 
 
 def _number(text: str, unit: str) -> float | None:
