@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from attnworks.workbench.loops import Array, Pass, Schedule, count, grid_of, wal
 from attnworks.workbench.providers import describe
 
 MASKS = [None, Causal(), Causal("top-left"), Window(5, 0), Window(3, 7), Window(None, 2, "top-left"), Window(2, None)]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_schedule.py"
 UNSEEN = [None, Causal()]  # standard attention takes no notice of what is hidden
 SIZES = [(16, 16), (13, 29), (29, 13), (1, 21)]
 TILES = [(4, 8), (5, 3), (64, 64)]
@@ -254,6 +256,14 @@ def test_a_schedule_of_ones_own_is_read_from_a_file(tmp_path):
 def test_what_cannot_be_is_named(make, word):
     with pytest.raises(ValueError, match=word):
         make()
+
+
+def test_the_examples_are_what_they_say():
+    forward, backward = (schedules.from_file(f"{EXAMPLE}:{name}") for name in ("PAIRED", "KV_FIRST"))
+    p = problem(300, 290, mask=Causal())
+    assert counted(p, forward) == counted(p, schedules.Q_OUTER.with_tiles(256, 128))
+    assert walked(p, backward) == counted(p, backward)
+    assert loops.executed_flops(p, backward) > loops.executed_flops(p, schedules.Q_OUTER_BACKWARD.with_tiles(64, 128))
 
 
 def test_arrays_of_ones_own_are_counted():
