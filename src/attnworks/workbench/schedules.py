@@ -212,12 +212,13 @@ def _forward_passes(p: Problem, plan: Plan, name: str) -> tuple[Pass, ...]:
         whole = replace(body, leaves=leaves, streams=body.streams + pages, together=True, splits=True)
         if not plan.split_kv or p.seq_kv <= plan.split_kv:
             return (whole,)
-        merge = Pass("merge", outer="q", keeps=("part",), leaves=leaves, together=True, splits=False)
-        return replace(whole, leaves=("part",)), replace(merge, splits=True, leaves=()), replace(merge, keeps=())
+        parts = Pass("merge", outer="q", keeps=("part",), together=True, splits=True)
+        return replace(whole, leaves=("part",)), parts, Pass("merge", outer="q", leaves=leaves, together=True)
     if name == "kv_outer":
         begin, main = KV_OUTER.passes
         running = ("acc", "m", "l")  # O in fp32, which a last pass rounds
-        last = Pass("end", outer="q", keeps=running, leaves=leaves, programs="head", fused=True)
+        words = ("Load the finished O{i}, m and l.", "", "Write O{i}, rounded, and what else is asked for.")
+        last = Pass("end", outer="q", keeps=running, leaves=leaves, programs="head", fused=True, says=words)
         return replace(begin, leaves=running), replace(main, updates=running), last
     if name == "standard":
         scores, softmax, values = STANDARD.passes
@@ -239,7 +240,8 @@ def backward_of(p: Problem, backend: str) -> Schedule:
     if backend == "cpu":
         tile_q, tile_kv = cpu.BACKWARD_TILES
         delta, main = Q_OUTER_BACKWARD.passes
-        last = Pass("dQ", outer="q", keeps=("d_q_sum",), leaves=("d_q",))
+        words = ("Load dQ{i}, summed up in fp32.", "", "Write dQ{i}, rounded.")
+        last = Pass("dQ", outer="q", keeps=("d_q_sum",), leaves=("d_q",), says=words)
         passes = (
             replace(delta, leaves=("delta", "d_q_sum")),
             replace(main, updates=("d_q_sum",)),
@@ -255,16 +257,29 @@ def _triton_backward(p: Problem) -> Schedule:
 
     for_kv, for_q = plans.backward_tiles(p)
     delta = Pass(
-        "delta", outer="q", keeps=("out", "d_out", "lse"), leaves=("delta", "lse"), tile_q=64, tile_kv=for_q.tile_kv
-    )
+        "delta", outer="q", keeps=("out", "d_out", "lse"), leaves=("delta", "lse"), tile_q=64, tile_kv=for_q.tile_kv,
+        says=("Load O{i}, dO{i} and LSE.", "", "Write delta = rowsum(dO ∘ O), and LSE in base 2."),
+    )  # fmt: skip
     grad_q = Pass(
         "dQ", outer="q", inner="kv", keeps=("q", "d_out", "lse", "delta"), streams=("k", "v"), leaves=("d_q",),
         products=(2, 1), registers=("d_q",), tile_q=for_q.tile_q, tile_kv=for_q.tile_kv,
+        says=(
+            "Load Q{i}, dO{i}, LSE and delta. dQ{i} = 0.",
+            "Load K{j} and V{j}. P{i},{j} = exp(S − LSE) anew; dP = dO{i} V{j}ᵀ; dS = P ∘ (dP − delta); "
+            "dQ{i} += dS K{j}. No other program adds to it.",
+            "Write dQ{i} · scale, once.",
+        ),
     )  # fmt: skip
     grad_kv = Pass(
         "dK and dV", outer="kv", inner="q", keeps=("k", "v"), streams=("q", "d_out", "lse", "delta"),
         leaves=("d_k", "d_v"), shared=True, products=(2, 2), registers=("d_k", "d_v"),
         tile_q=for_kv.tile_q, tile_kv=for_kv.tile_kv,
+        says=(
+            "Load K{j} and V{j}. dK{j} = dV{j} = 0.",
+            "Load Q{i}, dO{i}, LSE and delta. P{i},{j} and dS once more, which saves adding to dQ in slow memory: "
+            "dV{j} += Pᵀ dO{i}; dK{j} += dSᵀ Q{i}.",
+            "Write dK{j} · scale and dV{j}, once.",
+        ),
     )  # fmt: skip
     return Schedule("triton backward", (delta, grad_q, grad_kv), for_q.tile_q, for_q.tile_kv, backward=True)
 
