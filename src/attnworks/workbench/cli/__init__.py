@@ -17,7 +17,7 @@ from attnworks.workbench.quick_check import NotVerifiedError
 
 COMMANDS = (
     *("verify", "diagnose", "bench", "history", "compare", "regress"),
-    *("generations", "sweep", "traffic", "explain", "devices"),
+    *("generations", "sweep", "traffic", "flow", "explain", "devices"),
 )
 
 
