@@ -205,6 +205,8 @@ NB_MODULE(_native, m) {
   m.attr("ABI") = 4;
   m.attr("MAP_ROWS") = MAP_ROWS;
   m.attr("MAP_KEYS") = MAP_KEYS;
+  m.attr("MAX_TILE_Q") = MAX_TILE_Q;
+  m.attr("MAX_TILE_KV") = MAX_TILE_KV;
   m.attr("MAX_STEPS") = MAX_STEPS;
   m.def("compiled_isas", &compiled_isas, "Instruction sets that were compiled in, best first.");
   m.def("supported_isas", &supported_isas, "Those of them that this CPU runs, best first.");

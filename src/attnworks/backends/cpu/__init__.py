@@ -26,7 +26,6 @@ from attnworks.problem import Operands, Problem
 from attnworks.scores import ScoreTerm
 
 NAME = "cpu"
-KERNELS: tuple[Path, ...] = ()
 ABI = 4  # of the native extension this file calls
 
 MAX_HEAD_DIM = 576
@@ -55,11 +54,19 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 _native, _why_not = _load()
+# The extension itself: its sources do not come with it.
+KERNELS: tuple[Path, ...] = (Path(str(_native.__file__)),) if _native else ()
 
 
 def isas() -> tuple[str, ...]:
     """Instruction sets the native kernels can use on this machine, best first; empty if the extension is missing."""
     return tuple(_native.supported_isas()) if _native else ()
+
+
+def largest_tiles() -> tuple[int, int]:
+    """(rows, keys) of the largest tiles; the native kernels cut larger ones to these."""
+    assert _native is not None, "verdict() refuses before"
+    return int(_native.MAX_TILE_Q), int(_native.MAX_TILE_KV)
 
 
 def verdict(problem: Problem, hardware: Hardware) -> Verdict:
