@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 # Before torch loads OpenMP: threads that wait must sleep, not spin, or tests on a busy machine take five times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# What commands measure in tests is no part of anybody's history.
+os.environ["ATTNWORKS_DB"] = os.path.join(tempfile.mkdtemp(prefix="attnworks-tests-"), "history.db")
 
 import pytest
 import torch

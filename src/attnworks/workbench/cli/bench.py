@@ -27,6 +27,7 @@ from attnworks.workbench.cli.output import (
     table,
 )
 from attnworks.workbench.cli.problems import given, problem_from, problem_options
+from attnworks.workbench.cli.stored import db_option, keep
 from attnworks.workbench.providers import NAMES, by_name, describe, label
 from attnworks.workbench.records import Record
 
@@ -44,6 +45,8 @@ QUICK_SECONDS = 3.0
 @click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS:g} seconds for a problem instead.")
 @click.option("--seed", type=int, help="Of inputs and order.  [default: a new one each time]")
 @click.option("--save", type=click.Path(path_type=Path), help="Append the records to this file (JSON lines).")
+@db_option
+@click.option("--no-history", is_flag=True, help="Do not keep the records in the history.")
 @json_option
 @click.pass_context
 def bench(
@@ -56,13 +59,15 @@ def bench(
     quick: bool,
     seed: int | None,
     save: Path | None,
+    db: Path | None,
+    no_history: bool,
     as_json: bool,
     **_: Any,
 ) -> None:
     """Time attnworks against torch SDPA and standard attention, interleaved, with intervals on the ratios.
 
-    Without problem options: a prefill, a causal prefill and a decode step of grouped heads. Exit code 1 if a kernel's
-    results are wrong (it is not timed then).
+    Without problem options: a prefill, a causal prefill and a decode step of grouped heads. Every run is kept in the
+    history (see `attnworks history`). Exit code 1 if a kernel's results are wrong (it is not timed then).
     """
     protocol = Protocol(runs=runs, budget_seconds=QUICK_SECONDS if quick else budget, threads=threads, seed=seed)
     names = DEFAULT_PROVIDERS if providers is None else [name.strip() for name in providers.split(",")]
@@ -72,6 +77,8 @@ def bench(
         with progress() as report:
             result = measure(problem, chosen, protocol, report)
         results.append(result)
+        if not no_history:
+            keep(db, result.records)
         if save:
             records.save(save, result.records)
         if not as_json:
