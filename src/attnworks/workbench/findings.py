@@ -200,7 +200,7 @@ def _against_peers(records: Sequence[Record]) -> list[str]:
 
 def _spread(ratios: Sequence[Ratio]) -> str:
     least, most = min(ratios, key=lambda r: r.value), max(ratios, key=lambda r: r.value)
-    return str(least) if least is most else f"{least} to {most}"
+    return str(least) if least is most else f"from {least} to {most}"
 
 
 def _of_sweeps(records: Sequence[Record]) -> list[str]:

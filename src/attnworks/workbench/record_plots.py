@@ -57,15 +57,19 @@ def roofline(axes: Axes, roof: Roof, points: Mapping[str, Sequence[tuple[float, 
     ridge = roof.peak / roof.bandwidth
     xs = [x for found in points.values() for x, _ in found]
     left, right = min([*xs, ridge]) / 2, max([*xs, ridge]) * 2
-    roofs = [min(roof.peak, x * roof.bandwidth) / TERA for x in (left, ridge, right)]
+    unit, scale = rate_unit(roof.peak)
+    roofs = [min(roof.peak, x * roof.bandwidth) / scale for x in (left, ridge, right)]
     axes.plot([left, ridge, right], roofs, color=TEXT, linewidth=1.2)
     for name, found in points.items():
         shade = colour(names, name)
-        axes.scatter([x for x, _ in found], [y / TERA for _, y in found], s=22, color=shade, label=name, zorder=3)
+        axes.scatter([x for x, _ in found], [y / scale for _, y in found], s=22, color=shade, label=name, zorder=3)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOPs for each byte that moves", color=TEXT)
-    axes.set_ylabel("TFLOP/s", color=TEXT)
+    axes.set_ylabel(unit, color=TEXT)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     _legend(axes)
     plain(axes)
 

@@ -132,15 +132,15 @@ def _lengths(records: Sequence[Record], names: Sequence[str]) -> Section | None:
         svg = page.figure(f"n{len(plots)}", partial(record_plots.lengths, lines=points, names=names, unit=unit), 3.6)
         text = "Effective rate: only visible pairs count. Lines are medians, bands reach from P90 to P10."
         plots.append(Plot(words, text, svg))
-    columns = ("problem", "kernel", "median", "P90", "times as fast", "rate", "of peak", "extra memory", "call")
+    columns = ("problem", "N", "kernel", "median", "P90", "times as fast", "rate", "of peak", "extra memory", "call")
     rows = [_row(c.own, "") for c in compared if c.first] + [_row(c.other, str(c.ratio), c) for c in compared]
     rows += [_row(record, "") for record in alone]
-    rows.sort(key=lambda row: row[0])
+    rows.sort(key=lambda row: (row[0], int(row[1])))
     text = (
         "Every competitor ran once in each round, in random order, in its best known form, which stands in the last "
         "column. “Times as fast” says how attnworks compares with that row, with the interval that noise leaves."
     )
-    return Section("lengths", "Against its peers", text, tuple(plots), Table(columns, tuple(rows[:MOST_ROWS]), 2))
+    return Section("lengths", "Against its peers", text, tuple(plots), Table(columns, tuple(rows[:MOST_ROWS]), 3))
 
 
 def _rate(record: Record, n: int, scale: float) -> Point:
@@ -152,7 +152,8 @@ def _row(record: Record, ratio: str, comparison: Comparison | None = None) -> tu
     peak, unit = record.share_of_peak_flops, record_plots.rate_unit(record.flops_per_second)
     extra = record.peak_extra_bytes
     return (
-        problem_words(record),
+        without_lengths(record),
+        str(size_of(record)),
         label(record.provider),
         duration(record.median),
         duration(record.percentile_90),

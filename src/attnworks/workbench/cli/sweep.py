@@ -69,9 +69,7 @@ def sweep(
     """
     jobs = jobs or os.cpu_count() or 1
     if card is not None:
-        _refuse(
-            ctx, ("device", "threads", "again", "db", "into", "backend", "budget"), "measures on the device at hand"
-        )
+        _refuse(ctx, MEASURING, "--on measures nothing")
         _compile(problem_from(ctx, DEFAULT_SEQ), card, _grid(ctx, GRID), jobs, as_json)
         return
     place = environment.place(device or ("cuda" if torch.cuda.is_available() else "cpu"))
