@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -172,6 +173,23 @@ def test_selections_as_they_are_written_on_a_command_line() -> None:
 
 
 # ---- other files -----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_the_first_schema_is_brought_up_to_date(tmp_path: Path) -> None:
+    """As the first attnworks with a history wrote it."""
+    kept = History(tmp_path / "history.db")
+    added = ("host_seconds", "state", "profile", "host_median", "host_bound", "measured_bytes")
+    body = {name: value for name, value in RECORD.to_json().items() if name not in added} | {"schema": 1}
+    columns = "digest, session, time, provider, source, machine, problem, plan, body"
+    with closing(sqlite3.connect(kept.path, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute(f"CREATE TABLE records (id INTEGER PRIMARY KEY, {columns}, UNIQUE (digest))")
+        db.execute("PRAGMA user_version = 1")
+        row = ("old", "s", RECORD.when, "attnworks", "", "cpu", '{"form": "dense"}', "null", json.dumps(body))
+        db.execute(f"INSERT INTO records ({columns}) VALUES ({', '.join('?' * len(row))})", row)
+    assert kept.records(form="dense") == {1: RECORD}
+    assert sql(kept.path, "PRAGMA user_version") == [(history.SCHEMA,)]
+    assert kept.add([RECORD, numbered(2)]) == [1, 2], "known again"
 
 
 def test_a_later_schema_and_foreign_files_are_refused(tmp_path: Path) -> None:

@@ -249,6 +249,13 @@ def _first_tables(db: sqlite3.Connection) -> None:
     db.execute("CREATE INDEX records_problem ON records (problem)")
 
 
+def _current_records(db: sqlite3.Connection) -> None:
+    """Records as this attnworks writes them, so that one that comes again is known by its digest."""
+    for id_, body in db.execute("SELECT id, body FROM records").fetchall():
+        row = _row(Record.from_json(json.loads(body)))
+        db.execute("UPDATE records SET digest = :digest, body = :body WHERE id = :id", row | {"id": id_})
+
+
 # Step n brings a file from schema n to n + 1; what is published here is never changed, only added to.
-_STEPS: tuple[Callable[[sqlite3.Connection], None], ...] = (_first_tables,)
+_STEPS: tuple[Callable[[sqlite3.Connection], None], ...] = (_first_tables, _current_records)
 SCHEMA = len(_STEPS)
