@@ -194,7 +194,10 @@ def test_options_that_do_not_go_together_are_refused():
     for arguments, told in (
         (["--device", "cpu", "--stages", "2"], "--stages: was given, but only kernels of GPUs"),
         (["--on", "t4", "--again"], "--again: was given, but --on measures nothing"),
-        (["--device", "cpu", "--backend", "reference"], "'reference' runs the problem, must be one of ('cpu', 'triton', 'cuda')"),
+        (
+            ["--device", "cpu", "--backend", "reference"],
+            "'reference' runs the problem, must be one of ('cpu', 'triton', 'cuda')",
+        ),
     ):
         ran = CliRunner().invoke(main, ["sweep", *arguments])
         assert ran.exit_code != 0 and told in ran.output

@@ -182,12 +182,12 @@ def _rooflines(records: Sequence[Record], names: Sequence[str]) -> Section | Non
         roof = Roof(*(_ceiling(found, name) for name in ("read_bytes_per_second", "flops_per_second")))
         points: dict[str, list[tuple[float, float]]] = {}
         for record in found:
-            moved = record.modelled_bytes or record.minimum_bytes
+            moved, source = _moved(record)
             at = (record.flops / max(moved, 1), record.flops_per_second)
             points.setdefault(label(record.provider), []).append(at)
             share = record.flops_per_second / min(roof.peak, at[0] * roof.bandwidth)
             rows.append((problem_words(record), label(record.provider), f"{at[0]:.3g}", f"{at[1] / 1e9:.4g}",
-                         page.percent(share), "model" if record.modelled_bytes else "inputs and outputs"))  # fmt: skip
+                         page.percent(share), source))  # fmt: skip
         svg = page.figure(f"r{len(plots)}", partial(record_plots.roofline, roof=roof, points=points, names=names), 3.8)
         text = f"Measured between the runs: {roof.bandwidth / 1e9:.3g} GB/s read, {roof.peak / 1e9:.4g} GFLOP/s."
         plots.append(Plot(f"{machine}, {dtype}", text, svg))
@@ -199,6 +199,15 @@ def _rooflines(records: Sequence[Record], names: Sequence[str]) -> Section | Non
     )
     columns = ("problem", "kernel", "FLOPs/byte", "GFLOP/s", "of the roof", "bytes from")
     return Section("roofline", "Roofline", text, tuple(plots), Table(columns, tuple(rows[:MOST_ROWS]), 2))
+
+
+def _moved(record: Record) -> tuple[int, str]:
+    """Bytes, and where the number is from."""
+    if record.measured_bytes:
+        return record.measured_bytes, "profiler"
+    if record.modelled_bytes:
+        return record.modelled_bytes, "model"
+    return record.minimum_bytes, "inputs and outputs"
 
 
 def _ceiling(found: Sequence[Record], name: str) -> float:
