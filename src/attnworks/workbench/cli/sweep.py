@@ -14,10 +14,11 @@ from rich.markup import escape
 from attnworks import hardware, prepared, tuned
 from attnworks.hardware import Hardware
 from attnworks.problem import Problem
-from attnworks.workbench import environment, measured_sweep, tile_sweep
+from attnworks.workbench import environment, measured_sweep, porting, tile_sweep
 from attnworks.workbench.cli import heat
 from attnworks.workbench.cli.output import (
     UNKNOWN,
+    console,
     in_bytes,
     in_seconds,
     json_option,
@@ -38,6 +39,10 @@ CPU_DEFAULTS = {"heads": 8, "seq": 1024, "head_dim": 64, "dtype": "float32"}
 GRID = Grid((64, 128), (32, 64, 128), (4, 8), (2, 3))  # of --on
 NOTE = "Nothing was timed: the order is the traffic model's. Measure before you believe it."
 MEASURING = ("device", "backend", "threads", "budget", "again", "db", "into")
+BETWEEN = (
+    "Times at the card's full rates: with every re-read found in the L2, and with none. Measured ones will lie above "
+    "the first."
+)
 SIZES = ("tile_q", "tile_kv", "warps", "stages")
 
 
@@ -145,14 +150,16 @@ def _compile(problem: Problem, card: str, grid: Grid, jobs: int, as_json: bool) 
     plans = tile_sweep.candidates(*grid)
     with progress() as report:
         judged = tile_sweep.sweep(problem, plans, machine, jobs=jobs, progress=report)
+    ported = porting.report(problem, machine)
     notes = [*tile_sweep.statements(judged, machine), NOTE]
     if len(names) > 1:
         notes.append(f"--on {card} begins {', '.join(names)}: this is {names[0]}.")
     if as_json:
         found = {"problem": problem.to_json(), "machine": names[0], "candidates": [one.to_json() for one in judged]}
-        print_json(found | {"notes": notes})
+        print_json(found | {"porting": ported.to_json(), "notes": notes})
     else:
         _print(problem, machine, judged, notes)
+        _print_porting(ported)
 
 
 def find_machines(begins: str) -> list[str]:
@@ -184,3 +191,26 @@ def _print(problem: Problem, machine: Hardware, judged: list[tile_sweep.Judged],
     limit = f"at most {in_bytes(machine.block_bytes)} of shared memory a program: " if machine.block_bytes else ""
     print_table(f"{_title(problem, machine)}\n{limit}{good} of {len(judged)} candidates are good", made)
     print_notes(notes)
+
+
+def _print_porting(ported: porting.Porting) -> None:
+    console().print()
+    console().print(f"Porting to {ported.machine.name}", style="bold", markup=False)
+    for one in ported.findings:
+        console().print(f"{one.topic}: {one.says}", markup=False)
+        console().print(f"  [{one.source}]", style="dim", markup=False)
+    for why, count in ported.rejected.items():
+        console().print(f"rejected: {count} of {ported.tried} tile plans, {why}", markup=False)
+    made = table("try first", "shared", "registers >=", "programs/unit", "at best", "without L2", "bound by")
+    for tried in ported.first:
+        guess = tried.prediction
+        made.add_row(measured_sweep.words(tried.plan), in_bytes(tried.shared), str(tried.registers),
+                     str(tried.programs), *_times(guess))  # fmt: skip
+    if ported.standard:
+        made.add_row("standard attention", *[UNKNOWN] * 3, *_times(ported.standard))
+    print_table("", made)
+    print_notes([BETWEEN])
+
+
+def _times(guess: porting.Prediction) -> tuple[str, str, str]:
+    return in_seconds(guess.least), in_seconds(guess.seconds), guess.bound
