@@ -75,7 +75,10 @@ def test_the_tiles_to_try_first_fit_and_leave_room_for_a_second_program():
         assert one.registers <= 255
     assert sum(found.rejected.values()) < found.tried
     small = porting.report(problem(), replace(T4, thread_registers=80))
-    assert any("more than 80 registers" in why for why in small.rejected)
+    assert small.rejected["registers"] > found.rejected["registers"]
+    assert "take 88 registers a thread, which has 80" in porting.why_not(
+        problem(), best, replace(T4, thread_registers=80)
+    )
 
 
 def test_registers_are_those_of_s_p_and_o():

@@ -119,13 +119,16 @@ class Planned(Attnworks):
         super().__init__(words(plan), plan.backend, plan)
 
     def form(self, problem: Problem) -> str:
-        return f"{super().form(problem)[:-1]}, plan={self._explicit})"
+        assert self._explicit is not None
+        chosen = [f"{name}={value!r}" for name, value in self._explicit.to_json().items() if value]
+        return f"{super().form(problem)[:-1]}, plan=Plan({', '.join(chosen)}))"
 
 
 def words(plan: Plan) -> str:
     """The numbers of a plan that a sweep changes."""
     sizes = f"split {plan.split_kv}" if plan.split_kv else f"{plan.tile_q} x {plan.tile_kv}"
-    return sizes + (f", {plan.warps} warps, {plan.stages} stages" if plan.warps else "")
+    every = ", every tile" if plan.visit_all else ""
+    return sizes + (f", {plan.warps} warps, {plan.stages} stages" if plan.warps else "") + every
 
 
 def backend_for(problem: Problem, name: str = "auto") -> str:

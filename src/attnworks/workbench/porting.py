@@ -66,7 +66,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Porting:
     """The report. ``first``: tiles to try, the most promising first; ``rejected``: of all that were looked at, how many
-    did not fit, by reason. ``standard``: the time of standard attention there."""
+    did not fit, by what they lacked. ``standard``: the time of standard attention there."""
 
     machine: Hardware
     findings: tuple[Finding, ...]
@@ -164,9 +164,9 @@ def report(problem: Problem, machine: Hardware) -> Porting:
     rejected: dict[str, int] = {}
     for plan in tried:
         shared, registers = triton_plans.shared_bytes(problem, plan), registers_of(problem, plan, machine)
-        why = _why_not(shared, registers, machine)
-        if why:
-            rejected[why] = rejected.get(why, 0) + 1
+        if _why_not(shared, registers, machine):
+            kind = "shared memory" if shared > machine.block_bytes else "registers"
+            rejected[kind] = rejected.get(kind, 0) + 1
             continue
         guess = predict(problem, plan, machine)
         if guess:
@@ -204,12 +204,17 @@ def predict(problem: Problem, plan: Plan, machine: Hardware) -> Prediction | Non
     return Prediction(max(memory, compute), max(once, compute), bound, bill.total_bytes, bill.executed_flops)
 
 
+def why_not(problem: Problem, plan: Plan, machine: Hardware) -> str:
+    """Why a tiled plan cannot fit the card, "" if it may."""
+    return _why_not(triton_plans.shared_bytes(problem, plan), registers_of(problem, plan, machine), machine)
+
+
 def _why_not(shared: int, registers: int, machine: Hardware) -> str:
     assert machine.block_bytes
     if shared > machine.block_bytes:
-        return f"more than {machine.block_bytes} bytes of shared memory"
+        return f"{shared} bytes of shared memory, the card gives a program {machine.block_bytes}"
     if machine.thread_registers and registers > machine.thread_registers:
-        return f"S, P and O alone take more than {machine.thread_registers} registers a thread"
+        return f"S, P and O alone take {registers} registers a thread, which has {machine.thread_registers}"
     return ""
 
 

@@ -155,6 +155,8 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         if plan.tile_q < 1 or plan.tile_kv < 1:
             raise ValueError(f"plan tile_q, tile_kv: were {plan.tile_q}, {plan.tile_kv}, must be >= 1")
     else:
+        if plan.visit_all:
+            raise ValueError("plan visit_all: was True, must be False for schedule 'split_kv'")
         if problem.form == "varlen":
             raise ValueError("plan schedule: was 'split_kv', must be 'tiled' for packed sequences")
         if plan.split_kv < 1:
@@ -211,6 +213,8 @@ def _kernel(problem: Problem, plan: Plan, modifiers: Modifiers) -> Any:
     made = _native.Forward(isa, dtype, p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_kv, p.head_dim, p.head_dim_v,
                            *strides, p.scale, *modifiers.bounds, plan.tile_q, plan.tile_kv)
     # fmt: on
+    if plan.visit_all:
+        made.visit_all()
     return modifiers.modify(made)
 
 

@@ -15,7 +15,19 @@ import attnworks
 from attnworks.errors import UnsupportedError
 from attnworks.workbench.quick_check import NotVerifiedError
 
-COMMANDS = ("verify", "diagnose", "bench", "history", "generations", "sweep", "report", "traffic", "explain", "devices")
+COMMANDS = (
+    "verify",
+    "diagnose",
+    "bench",
+    "history",
+    "generations",
+    "sweep",
+    "casestudy",
+    "report",
+    "traffic",
+    "explain",
+    "devices",
+)
 
 
 class _Commands(click.Group):

@@ -200,7 +200,7 @@ def _print_porting(ported: porting.Porting) -> None:
         console().print(f"{one.topic}: {one.says}", markup=False)
         console().print(f"  [{one.source}]", style="dim", markup=False)
     for why, count in ported.rejected.items():
-        console().print(f"rejected: {count} of {ported.tried} tile plans, {why}", markup=False)
+        console().print(f"rejected: {count} of {ported.tried} tile plans for their {why}", markup=False)
     made = table("try first", "shared", "registers >=", "programs/unit", "at best", "without L2", "bound by")
     for tried in ported.first:
         guess = tried.prediction
