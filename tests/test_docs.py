@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     *("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md"),
     *("docs/README.md", "docs/benchmarking.md", "docs/generations.md", "docs/masks.md", "docs/sweep.md"),
+    *("docs/case_study.md", "docs/report.md"),
     *("docs/training.md", "docs/transformers.md", "docs/verify.md"),
 ]
 CODE = re.compile(r"`([^`\n]+)`|```\w*\n(.*?)```", re.DOTALL)

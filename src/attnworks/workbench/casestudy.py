@@ -18,8 +18,8 @@ from attnworks.hardware import Hardware, detect
 from attnworks.plan import Plan
 from attnworks.problem import Problem
 from attnworks.workbench import bench, measured_sweep, porting
-from attnworks.workbench.bench import Progress, Protocol
-from attnworks.workbench.measured_sweep import Planned
+from attnworks.workbench.bench import Protocol
+from attnworks.workbench.measured_sweep import Planned, Progress
 from attnworks.workbench.providers import Provider, Standard, random_inputs
 from attnworks.workbench.records import Record
 

@@ -71,13 +71,14 @@ def measured(records: Sequence[Record]) -> list[Record]:
     found: dict[tuple[str, ...], Record] = {}
     for record in sorted(records, key=lambda record: record.when):
         if not record.conditions.get("sweep") and not record.conditions.get("study"):
-            found[(record.provider, *_same(record))] = record
+            found[_same(record)] = record
     return list(found.values())
 
 
 def _same(record: Record) -> tuple[str, ...]:
+    """What two runs of one kernel have in common."""
     problem = json.dumps(record.problem, sort_keys=True)
-    return problem, str(record.machine.get("name")), str(record.conditions.get("threads"))
+    return record.provider, problem, str(record.machine.get("name")), str(record.conditions.get("threads"))
 
 
 def comparisons(records: Sequence[Record]) -> list[Comparison]:
@@ -107,7 +108,7 @@ def heat_maps(records: Sequence[Record]) -> list[HeatMap]:
 
 
 def _panels(heats: Sequence[Record]) -> list[HeatMap]:
-    tables = {}  # each heat begins with the backend's choice
+    tables: dict[str, Record] = {}  # each heat begins with the backend's choice
     panels: dict[tuple[int, int], dict[tuple[int, int], Cell]] = {}
     for record in heats:
         table = tables.setdefault(record.session, record)
@@ -133,7 +134,7 @@ def commits_of(records: Sequence[Record]) -> list[Change]:
     found: dict[tuple[str, ...], dict[str, Record]] = {}
     for record in sorted(records, key=lambda record: record.when):
         if record.commit and not record.conditions.get("sweep") and not record.conditions.get("study"):
-            runs = found.setdefault((record.provider, *_same(record)), {})
+            runs = found.setdefault(_same(record), {})
             runs.pop(record.commit, None)
             runs[record.commit] = record
     changes = [

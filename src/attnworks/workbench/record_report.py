@@ -121,7 +121,7 @@ def _lengths(records: Sequence[Record], names: Sequence[str]) -> Section | None:
     for record in measured(records):
         lines = families.setdefault(without_lengths(record), {})
         lines.setdefault(label(record.provider), {})[size_of(record)] = record
-    plots = []
+    plots: list[Plot] = []
     for words, lines in families.items():
         if max(len(found) for found in lines.values()) < 2:
             continue
@@ -177,7 +177,8 @@ def _rooflines(records: Sequence[Record], names: Sequence[str]) -> Section | Non
     for record in measured(records):
         if all(record.ceilings.get(name) for name in ("read_bytes_per_second", "flops_per_second")):
             groups.setdefault((machine_of(record), str(record.problem["dtype"])), []).append(record)
-    plots, rows = [], []
+    plots: list[Plot] = []
+    rows: list[tuple[str, ...]] = []
     for (machine, dtype), found in groups.items():
         roof = Roof(*(_ceiling(found, name) for name in ("read_bytes_per_second", "flops_per_second")))
         points: dict[str, list[tuple[float, float]]] = {}
@@ -238,7 +239,8 @@ def _errors(records: Sequence[Record], names: Sequence[str]) -> Section | None:
 
 
 def _sweeps(records: Sequence[Record]) -> Section | None:
-    plots, rows = [], []
+    plots: list[Plot] = []
+    rows: list[tuple[str, ...]] = []
     for found in heat_maps(records)[-MOST_HEAT_MAPS:]:
         sizes = [tuple(sorted({place[axis] for place in found.cells})) for axis in (0, 1)]
         cells = {place: (cell.ratio.value, f"{cell.ratio.value:.2f}") for place, cell in found.cells.items()}
@@ -261,7 +263,8 @@ def _studies(records: Sequence[Record]) -> Section | None:
     for record in records:
         if record.conditions.get("study"):
             groups.setdefault((record.session, problem_words(record)), []).append(record)
-    plots, rows = [], []
+    plots: list[Plot] = []
+    rows: list[tuple[str, ...]] = []
     for (_, words), steps in groups.items():
         base = steps[0]
         shares = [1 / step.ratio_to(base).value for step in steps]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 import torch
@@ -32,17 +33,25 @@ from attnworks.workbench.cli.problems import DTYPES, Numbers
 from attnworks.workbench.cli.stored import db_option, keep, problem_in_words
 from attnworks.workbench.providers import describe
 
-SCENARIO = {"lengths": "4096,8192", "batch": 8, "heads": 16, "dtype": "float16"}
+
+class Scenario(NamedTuple):
+    lengths: tuple[int, ...]
+    batch: int
+    heads: int
+    dtype: str
+
+
+FULL = Scenario((4096, 8192), 8, 16, "float16")
 # What 2 cores do in about two minutes. PyTorch multiplies 16-bit matrices many times as slowly where the CPU has no
 # such instructions, which would say more of that than of attention.
-CPU_SCENARIO = {"lengths": "4096", "batch": 1, "heads": 2, "dtype": "float32"}
+ON_CPU = Scenario((4096,), 1, 2, "float32")
 SIZE = click.IntRange(min=1)
 
 
 @click.command()
-@click.option("--lengths", type=Numbers(), help=f"N.  [default: {SCENARIO['lengths']}; CPU: {CPU_SCENARIO['lengths']}]")
-@click.option("--batch", type=SIZE, help=f"Sequences.  [default: {SCENARIO['batch']}; CPU: {CPU_SCENARIO['batch']}]")
-@click.option("--heads", type=SIZE, help=f"Heads.  [default: {SCENARIO['heads']}; CPU: {CPU_SCENARIO['heads']}]")
+@click.option("--lengths", type=Numbers(), help="N, between commas.  [default: 4096,8192; CPU: 4096]")
+@click.option("--batch", type=SIZE, help=f"Sequences.  [default: {FULL.batch}; CPU: {ON_CPU.batch}]")
+@click.option("--heads", type=SIZE, help=f"Heads.  [default: {FULL.heads}; CPU: {ON_CPU.heads}]")
 @click.option("--head-dim", type=SIZE, default=128, show_default=True, help="Channels of q, k and v.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="[default: float16; CPU: float32]")
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: cuda where there is one]")
@@ -62,22 +71,19 @@ def casestudy(
     is one change, its error against fp64 beside it. The same is predicted for cards elsewhere, at the full sizes.
     """
     place = environment.place(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    usual = CPU_SCENARIO if place == "cpu" else SCENARIO
+    usual = ON_CPU if place == "cpu" else FULL
     machines = [hardware.load(name.strip()) for name in cards.split(",") if name.strip()]
-    count, sequences, kind = heads or int(usual["heads"]), batch or int(usual["batch"]), dtype or str(usual["dtype"])
     protocol = replace(study.PROTOCOL, budget_seconds=60 * budget)
     found = []
-    for n in lengths or tuple(int(n) for n in str(usual["lengths"]).split(",")):
-        problem = replace(_problem(sequences, count, n, head_dim, kind), device=place)
+    for n in lengths or usual.lengths:
+        posed = _problem(batch or usual.batch, heads or usual.heads, n, head_dim, dtype or usual.dtype)
         with progress() as report:
-            one = study.study(problem, protocol, report)
+            one = study.study(replace(posed, device=place), protocol, report)
         keep(db, one.records)
         found.append(one)
         if not as_json:
             _print(one)
-    full = _problem(
-        batch or int(SCENARIO["batch"]), heads or int(SCENARIO["heads"]), 4096, head_dim, dtype or "float16"
-    )
+    full = _problem(batch or FULL.batch, heads or FULL.heads, FULL.lengths[0], head_dim, dtype or FULL.dtype)
     guesses = {machine.name: study.predicted(full, machine) for machine in machines}
     if as_json:
         print_json({
