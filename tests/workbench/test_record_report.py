@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import re
 from dataclasses import replace
@@ -17,6 +18,7 @@ from attnworks.workbench import findings, records
 from attnworks.workbench.cli import main
 from attnworks.workbench.history import History
 from attnworks.workbench.providers import describe
+from browser import chromium, opened
 from record_helpers import RECORD
 
 pytest.importorskip("jinja2")
@@ -73,6 +75,14 @@ def rendered(found, **options):
     return record_report.render(found, **({"title": "Title & more", "when": "now"} | options))
 
 
+FLOW = '<p id="inside">tiles</p><script>document.title = "moved"</script>'
+
+
+@functools.cache
+def whole():
+    return rendered(EVERYTHING, flow=FLOW)
+
+
 def test_who_wins_who_loses_and_what_is_undecided_is_said():
     peers = findings.findings(BENCHED)
     assert peers[0] == (
@@ -93,7 +103,7 @@ def test_sweeps_commits_and_doubts_are_said():
 
 
 def test_the_page_is_alone_and_every_plot_is_svg():
-    page = rendered(EVERYTHING)
+    page = whole()
     plots = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
     assert len(plots) == 6  # case study, lengths, roofline, errors, a heat map, commits
     for plot in plots:
@@ -104,12 +114,12 @@ def test_the_page_is_alone_and_every_plot_is_svg():
     assert not re.search(r'(?:src|href)="(?!#|data:)', page) and "<script" not in page
     assert "<title>Title &amp; more</title>" in page and "@media print" in page
     assert set(re.findall(r'<section id="(\w+)"', page)) == {
-        "findings", "study", "lengths", "roofline", "errors", "sweeps", "history", "conditions",
+        "findings", "study", "lengths", "roofline", "errors", "sweeps", "history", "conditions", "flow",
     }  # fmt: skip
 
 
 def test_the_numbers_lie_beside_the_plots_and_can_be_taken_away():
-    page = rendered(EVERYTHING)
+    page = whole()
     held = re.search(r'download="lengths.json" href="data:application/json;base64,([^"]*)"', page)
     rows = json.loads(base64.b64decode(held[1]))
     assert len(rows) == 6 and rows[0]["N"] == "512"
@@ -147,3 +157,21 @@ def test_the_command_takes_the_history_or_files(tmp_path):
     assert ran.exit_code == 0 and "5 runs" in ran.output and 'id="sweeps"' in out.read_text()
     ran = CliRunner().invoke(main, ["report", "--db", str(tmp_path / "none.db")])
     assert ran.exit_code == 2 and "there are no such runs" in ran.output
+
+
+def test_it_opens_in_chromium_without_a_word_on_the_console(tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(whole(), encoding="utf-8")
+    with chromium() as browser:
+        page, said = opened(browser, path)
+        assert page.title() == "Title & more"
+        assert page.frame_locator("iframe").locator("#inside").inner_text() == "tiles"
+        plots = page.locator("figure svg")
+        assert plots.count() == 6 and all(plots.nth(n).bounding_box()["height"] > 50 for n in range(6))
+        with page.expect_download() as taken:
+            page.locator('a[download="lengths.json"]').click()
+        assert len(json.loads(taken.value.path().read_text())) == 6
+        page.emulate_media(media="print")
+        assert not page.locator("iframe").is_visible() and not page.locator(".download").first.is_visible()
+        assert len(page.pdf()) > 10_000
+        assert said == []
