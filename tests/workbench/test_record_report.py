@@ -86,8 +86,8 @@ def whole():
 def test_who_wins_who_loses_and_what_is_undecided_is_said():
     peers = findings.findings(BENCHED)
     assert peers[0] == (
-        "attnworks against torch SDPA: faster in 1 of 2 problems: 1.50 (1.50 to 1.50) times; slower in 1, at worst "
-        "0.75 (0.75 to 0.75) times as fast (dense, batch 1, heads 8/2, d 64, float32, causal, N 1024)."
+        "attnworks against torch SDPA: faster in 1 of 2 problems, 1.50 (1.50 to 1.50) times as fast; slower in 1, "
+        "at worst 0.75 (0.75 to 0.75) times as fast (dense, batch 1, heads 8/2, d 64, float32, causal, N 1024)."
     )
     assert "undecided in 1 (dense, batch 1, heads 8/2, d 64, float32, causal, N 512)" in peers[1]
     assert peers[-1].startswith("All 6 runs passed the check against fp64; the largest error: 0.12 of its bound")
@@ -98,6 +98,9 @@ def test_sweeps_commits_and_doubts_are_said():
     assert "N 512): 64 x 64 is 1.25 (1.25 to 1.25) times as fast as 64 x 128." in told, "the final counts, not the heat"
     assert "Slower since the commit before: attnworks: dense" in told and "from aaaaaaa to bbbbbbb" in told
     assert "1 of 7 runs were taken while others used the machine" in told
+    older = [replace(one, session="older", when="2025-01-01T00:00:00+00:00") for one in STUDY]
+    assert len(findings.studies([*STUDY, *older])) == 1 and findings.studies([*older, *STUDY])[0][0].session == "study"
+    assert "N 512), relative times: a 1.00, b 0.50; errors up to 1e-06." in findings.findings(STUDY)[0]
     assert "not beaten" in " ".join(findings.findings([swept(128, 1.0), swept(64, 1.5)]))
     assert "undecided between" in " ".join(findings.findings([swept(128, 1.0), swept(64, 0.999)]))
 

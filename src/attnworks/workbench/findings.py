@@ -124,6 +124,16 @@ def _panels(heats: Sequence[Record]) -> list[HeatMap]:
     ]
 
 
+def studies(records: Sequence[Record]) -> list[list[Record]]:
+    """The newest case study of each problem and machine, its baseline first."""
+    sessions: dict[str, list[Record]] = {}
+    for record in records:
+        if record.conditions.get("study"):
+            sessions.setdefault(record.session, []).append(record)
+    newest = {_same(steps[0]): steps for steps in sorted(sessions.values(), key=lambda steps: steps[0].when)}
+    return list(newest.values())
+
+
 def place(plan: Plan) -> tuple[int, int]:
     """(row, column) of a heat map: tile_q and tile_kv; of the CPU's split-KV 0 and the keys of a task."""
     return (0, plan.split_kv) if plan.split_kv and plan.backend == "cpu" else (plan.tile_q, plan.tile_kv)
@@ -172,6 +182,7 @@ def findings(records: Sequence[Record]) -> list[str]:
     """Sentences, the most wanted first."""
     return [
         *_against_peers(records),
+        *_of_studies(records),
         *_of_sweeps(records),
         *_over_commits(records),
         *_of_errors(records),
@@ -188,7 +199,9 @@ def _against_peers(records: Sequence[Record]) -> list[str]:
         won, lost, open_ = ([c for c in found if c.ratio.verdict == v] for v in ("faster", "slower", "undecided"))
         said = []
         if won:
-            said.append(f"faster in {len(won)} of {len(found)} problems: {_spread([c.ratio for c in won])} times")
+            said.append(
+                f"faster in {len(won)} of {len(found)} problems, {_spread([c.ratio for c in won])} times as fast"
+            )
         if lost:
             worst = min(lost, key=lambda c: c.ratio.value)
             said.append(f"slower in {len(lost)}, at worst {worst.ratio} times as fast ({problem_words(worst.own)})")
@@ -202,6 +215,17 @@ def _against_peers(records: Sequence[Record]) -> list[str]:
 def _spread(ratios: Sequence[Ratio]) -> str:
     least, most = min(ratios, key=lambda r: r.value), max(ratios, key=lambda r: r.value)
     return str(least) if least is most else f"from {least} to {most}"
+
+
+def _of_studies(records: Sequence[Record]) -> list[str]:
+    lines = []
+    for steps in studies(records):
+        told = [f"{step.conditions['study']} {1 / step.ratio_to(steps[0]).value:.2f}" for step in steps]
+        error = max(step.check["largest_error"] for step in steps)
+        lines.append(
+            f"Case study ({problem_words(steps[0])}), relative times: {', '.join(told)}; errors up to {error:.1g}."
+        )
+    return lines
 
 
 def _of_sweeps(records: Sequence[Record]) -> list[str]:

@@ -23,6 +23,7 @@ from attnworks.workbench.findings import (
     measured,
     problem_words,
     size_of,
+    studies,
     without_lengths,
 )
 from attnworks.workbench.providers import label
@@ -259,23 +260,19 @@ def _sweeps(records: Sequence[Record]) -> Section | None:
 
 
 def _studies(records: Sequence[Record]) -> Section | None:
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
-        if record.conditions.get("study"):
-            groups.setdefault((record.session, problem_words(record)), []).append(record)
     plots: list[Plot] = []
     rows: list[tuple[str, ...]] = []
-    for (_, words), steps in groups.items():
-        base = steps[0]
-        shares = [1 / step.ratio_to(base).value for step in steps]
+    for steps in studies(records):
+        words, base = problem_words(steps[0]), steps[0]
         names = [str(step.conditions["study"]) for step in steps]
+        shares = [1 / step.ratio_to(base).value for step in steps]
         draw = partial(record_plots.steps, names=names, shares=shares)
-        plots.append(
-            Plot(words, "Time relative to the first row.", page.figure(f"s{len(plots)}", draw, 1 + 0.4 * len(steps)))
-        )
-        rows += [(words, name, duration(step.median), f"{share:.2f}", str(step.ratio_to(base)),
-                  page.number(step.check["largest_error"]))
-                 for name, step, share in zip(names, steps, shares, strict=True)]  # fmt: skip
+        svg = page.figure(f"s{len(plots)}", draw, 1 + 0.4 * len(steps))
+        plots.append(Plot(words, "Time relative to the first row.", svg))
+        for name, step, share in zip(names, steps, shares, strict=True):
+            ratio = "" if step is base else str(step.ratio_to(base))
+            error = page.number(step.check["largest_error"])
+            rows.append((words, name, duration(step.median), f"{share:.2f}", ratio, error))
     if not plots:
         return None
     columns = ("problem", "step", "median", "relative time", "times as fast as the baseline", "largest error")
