@@ -33,7 +33,7 @@ _COLUMN_FILTERS = {
     "id": "id = :id",
     "session": "substr(session, 1, length(:session)) = :session",
     "provider": "provider = :provider",
-    "commit": "substr(source, 1, length(:commit)) = :commit",
+    "commit": "(source = :commit OR substr(source, 1, length(:commit)) = :commit AND source NOT LIKE '%-dirty')",
     "machine": "instr(lower(machine), lower(:machine)) > 0",
     "since": "time >= :since",
     "problem": "problem = :problem",
@@ -51,12 +51,12 @@ def default_path() -> Path:
     return user_data_path("attnworks") / "history.db"
 
 
-def selection(text: str) -> dict[str, str]:
+def selection(text: str) -> dict[str, Any]:
     """Filters of ``History.records`` as they are written on a command line: "provider=sdpa,seq_q=4096".
 
     A word without "=" is an id if it is a number of at most six digits, how a commit begins if it is at least seven
     hexadecimal digits, else a provider. Raises ``ValueError`` for anything else."""
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         if not equals:
@@ -93,10 +93,10 @@ class History:
     def records(self, *, newest: int | None = None, **where: Any) -> dict[int, Record]:
         """Records by their ids, oldest first; the ``newest`` so many if that is given.
 
-        ``where``: ``id``, ``session`` and ``commit`` (or how they begin), ``provider``, ``machine`` (a part of its
-        name), ``since`` (an ISO date or time), ``problem`` (a ``Problem``, or a record's: this very one), and any
-        field of ``Problem`` or ``Plan`` by its name, such as ``seq_q=4096, dtype="float16", tile_q=128``. Raises
-        ``ValueError`` for other names."""
+        ``where``: ``id``, ``session`` and ``commit`` (or how they begin; a commit with changes on top goes by all of
+        its name, which ends in "-dirty"), ``provider``, ``machine`` (a part of its name), ``since`` (an ISO date or
+        time), ``problem`` (a ``Problem``, or a record's: this very one), and any field of ``Problem`` or ``Plan`` by
+        its name, such as ``seq_q=4096, dtype="float16", tile_q=128``. Raises ``ValueError`` for other names."""
         if unknown := [name for name in where if name not in FILTERS]:
             raise ValueError(f"filter: was {unknown[0]!r}, must be one of {', '.join(FILTERS)}")
         if not self.path.exists():

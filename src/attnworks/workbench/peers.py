@@ -1,12 +1,13 @@
-"""The other CPU implementations: OpenVINO's ScaledDotProductAttention and ONNX Runtime's contributed attention
-operators.
+"""Other implementations: OpenVINO's ScaledDotProductAttention and ONNX Runtime's contributed attention operators on a
+CPU, FlashAttention-3 and -4 on a GPU.
 
-Both get torch's thread count, the same values as everybody else, and read and write the same kind of memory without
-copies; both write into a result they are given, where torch and attnworks allocate one. Prefill only. Optional: the
-extra ``peers``."""
+The first two get torch's thread count, the same values as everybody else, and read and write the same kind of memory
+without copies; they write into a result they are given, where torch and attnworks allocate one. Prefill only. Optional:
+the extra ``peers``."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -226,4 +227,55 @@ def _onnx_session(problem: Problem, threads: int) -> Any:
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-PEERS: dict[str, type[Provider]] = {"openvino": OpenVino, "onnxruntime": OnnxRuntime}
+# ---- FlashAttention on GPUs ------------------------------------------------------------------------------------------
+
+
+class FlashAttention(Provider):
+    """``flash_attn_func`` of FlashAttention-3 or -4, inputs in its own layout (batch, rows, heads, dim)."""
+
+    def __init__(self, name: str, modules: tuple[str, ...]) -> None:
+        self.name = name
+        self._modules = modules
+
+    def form(self, problem: Problem) -> str:
+        return f"{self._modules[0]}.flash_attn_func(q, k, v, causal={bool(problem.mask)})"
+
+    def refuses(self, problem: Problem) -> str:
+        if problem.device == "cpu":
+            return "runs on NVIDIA GPUs"
+        if self._function() is None:
+            return f"{' or '.join(self._modules)} is not installed"
+        if problem.form != "dense" or problem.scores:
+            return "only measured for plain prefill"
+        causal = len(problem.mask) == 1 and problem.mask[0] in (Bounds(None, 0, "bottom-right"),)
+        return "" if not problem.mask or causal or _is_square_causal(problem) else "only measured full and causal"
+
+    def bind(self, problem: Problem, inputs: Inputs) -> Bound:
+        function = self._function()
+        assert function is not None
+        q, k, v = (x.transpose(1, 2).contiguous() for x in inputs)
+        causal, scale = bool(problem.mask), problem.scale
+
+        def out(result: Any) -> Tensor:
+            found = result[0] if isinstance(result, tuple) else result
+            assert isinstance(found, Tensor)
+            return found.transpose(1, 2)
+
+        return Bound(lambda: function(q, k, v, softmax_scale=scale, causal=causal), out)
+
+    def _function(self) -> Callable[..., Any] | None:
+        for module in self._modules:
+            try:
+                found: Callable[..., Any] = importlib.import_module(module).flash_attn_func
+            except (ImportError, AttributeError):
+                continue
+            return found
+        return None
+
+
+PEERS: dict[str, Callable[[], Provider]] = {
+    "openvino": OpenVino,
+    "onnxruntime": OnnxRuntime,
+    "flash-attn-3": lambda: FlashAttention("flash-attn-3", ("flash_attn_interface", "fa3_fwd_interface")),
+    "flash-attn-4": lambda: FlashAttention("flash-attn-4", ("flash_attn.cute",)),
+}

@@ -16,17 +16,8 @@ from attnworks.errors import UnsupportedError
 from attnworks.workbench.quick_check import NotVerifiedError
 
 COMMANDS = (
-    "verify",
-    "diagnose",
-    "bench",
-    "history",
-    "generations",
-    "sweep",
-    "casestudy",
-    "report",
-    "traffic",
-    "explain",
-    "devices",
+    *("verify", "diagnose", "bench", "history", "compare", "regress", "report"),
+    *("generations", "sweep", "casestudy", "traffic", "explain", "devices"),
 )
 
 
