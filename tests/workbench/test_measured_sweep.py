@@ -162,7 +162,7 @@ def test_the_command_measures_writes_and_is_not_harmed_by_a_kill(tmp_path, monke
         "--tile-kv",
         "16,32",
     ]
-    arguments += ["--db", str(db), "--into", str(tmp_path)]
+    arguments += ["--db", str(db), "--into", str(tmp_path), "--budget", "10"]
     code = (
         "from attnworks.workbench import bench, measured_sweep; from attnworks.workbench.cli import main\n"
         "measured_sweep.RACE = bench.Protocol(runs=5, flush=False)\n"

@@ -37,7 +37,7 @@ from attnworks.workbench.statistics import Ratio
 HEAT = 3  # candidates beside the backend's choice
 FINALISTS = 3
 RACE = Protocol(runs=7, fewest_runs=5, warm_ups=3, budget_seconds=6.0, input_sets=2)
-FINAL = Protocol(runs=40, fewest_runs=10, warm_ups=5, input_sets=4)
+FINAL = Protocol(runs=40, fewest_runs=10, most_runs=120, warm_ups=5, input_sets=4)
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, candidates done and candidates in all."""
