@@ -56,7 +56,7 @@ def scripted(monkeypatch):
 
 
 def sweep(history, **options):
-    return measured_sweep.sweep(problem(), history, **({"backend": "cpu", "grid": GRID, "seconds": 60.0} | options))
+    return measured_sweep.sweep(problem(), history, **({"backend": "cpu", "grid": GRID, "seconds": 3600.0} | options))
 
 
 def test_the_fastest_of_the_final_becomes_a_row_and_decides_calls(scripted, tmp_path):
