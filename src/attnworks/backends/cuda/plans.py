@@ -119,7 +119,7 @@ def check(p: Problem, plan: Plan) -> None:
         raise ValueError(f"plan warps: was {plan.warps}, must be {plan.tile_q // 16 + 4} for tile_q {plan.tile_q}")
     if not 2 <= plan.stages <= 4:
         raise ValueError(f"plan stages: was {plan.stages}, must be in 2..4")
-    for name in ("split_kv", "isa"):
+    for name in ("split_kv", "isa", "visit_all"):
         if getattr(plan, name):
             raise ValueError(f"plan {name}: was {getattr(plan, name)!r}, must be left out, the kernel has none")
     built = variant(p, plan)
