@@ -34,7 +34,7 @@ def built(**changes: object) -> Variant:
 
 def of_line(line: plans.Line) -> Variant:
     """The variant that a line of the table stands for, under a causal mask where it has a choice."""
-    mask = masks.split(None if line.mask == "full" else Causal())[0]
+    mask = masks.split(None if line.kind == "full" else Causal())[0]
     return built(head_dim=line.head_dim, head_dim_v=line.head_dim_v, mask=mask, seq_kv=max(line.keys, 1000))
 
 
@@ -83,7 +83,7 @@ def test_the_arguments_are_those_that_the_kernel_reads() -> None:
     body = re.search(r"struct Params \{(.*?)\};", source, re.DOTALL).group(1)
     types = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float}
     found = []
-    for declaration in re.sub(r"//.*", "", body).split(";"):
+    for declaration in re.sub(r"//.*|#.*", "", body).split(";"):
         names = declaration.replace("const ", "").split(None, 1)
         for name in names[1].split(",") if names else ():
             kind = ctypes.c_void_p if "*" in declaration else types[names[0]]

@@ -290,7 +290,7 @@ def test_a_refused_launch_says_what_was_launched(library: Library) -> None:
     q, k, v = (randn(1, 2, 300, 64) for _ in range(3))
     run = forward(dense(q, k, v))
     library.answers = [719]
-    with pytest.raises(driver.DriverError, match=r"launching 4 thread blocks for Plan\(.*compiled as Variant\("):
+    with pytest.raises(driver.DriverError, match=r"launching 6 thread blocks for Plan\(.*compiled as Variant\("):
         run(Operands(q, k, v))
 
 

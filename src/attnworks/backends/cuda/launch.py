@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from attnworks.backends import Launcher
+from attnworks.backends.cuda import extended
 from attnworks.backends.cuda.compile import CompileError, cubin
 from attnworks.backends.cuda.counters import counters
 from attnworks.backends.cuda.driver import INVALID_CONTEXT, DriverError, LaunchConfig, driver
 from attnworks.backends.cuda.maps import Maps
-from attnworks.backends.cuda.plans import bounds, section, tiles_of, variant
+from attnworks.backends.cuda.plans import added, bounds, section, tiles_of, variant
 from attnworks.backends.cuda.source import L2_SECTION_BYTES, text
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
@@ -37,6 +38,11 @@ class Params(ctypes.Structure):
         *((name, c_int) for name in ("total_q", "dim_v")),
         *((name, c_int) for name in ("low_bottom", "high_bottom", "low_top", "high_top")),
         *((name, c_float) for name in ("factor", "inner")),
+        # What follows only the kernels read that are compiled for it.
+        *((name, c_void_p) for name in ("map_rows", "map_tiles", "map_bits", "slopes", "bias")),
+        *((name, c_int64) for name in ("bias_batch", "bias_head", "bias_row", "bias_key")),
+        *((name, c_int) for name in ("map_batch", "map_head", "slopes_batch")),
+        ("outer", c_float),
     )
 
 
@@ -44,7 +50,9 @@ def params_of(p: Problem, plan: Plan) -> Params:
     """All but the addresses."""
     (out_batch, out_head, out_row), (lse_batch, lse_head, _) = p.result_strides()
     cap = next((term.cap for term in p.scores if term.kind == "softcap"), None)
-    if cap is not None:  # cap · tanh(s · scale / cap), of which the kernel has e^2x = 2^(x · inner)
+    if added(p):  # outer takes what the kernel has of a score to the score itself
+        factor, inner = LOG2E, 1.0 if cap is None else 2 * LOG2E * p.scale / cap
+    elif cap is not None:  # cap · tanh(s · scale / cap), of which the kernel has e^2x = 2^(x · inner)
         factor, inner = cap * LOG2E, 2 * LOG2E * p.scale / cap
     elif p.scale > 0:
         factor, inner = p.scale * LOG2E, 1.0
@@ -54,7 +62,7 @@ def params_of(p: Problem, plan: Plan) -> Params:
         out_batch=out_batch, out_head=out_head, out_row=out_row, lse_batch=lse_batch, lse_head=lse_head,
         batch=p.batch, heads=p.heads_q, group=p.group, rows=p.seq_q, keys=p.seq_kv,
         tiles=-(-p.seq_q // plan.tile_q), section=section(p, L2_SECTION_BYTES), total_q=p.total_q, dim_v=p.head_dim_v,
-        **bounds(p), factor=factor, inner=inner,
+        **bounds(p), factor=factor, inner=inner, outer=p.scale if cap is None else cap, **extended.strides(p),
     )  # fmt: skip
 
 
@@ -142,6 +150,7 @@ class Forward:
             lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=device)
         sink = None if self._sink is None else o.scores[self._sink].to(torch.float32).contiguous()
         stream = torch._C._cuda_getCurrentRawStream(index)
+        more = extended.given(self._problem, self._plan, o, stream) if self._built.extended else None
         params = self._params
         with self._lock:
             self._maps.point_to(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr())
@@ -152,6 +161,8 @@ class Forward:
                 params.counter = self._counters.take(stream)
             if sink is not None:
                 params.sink = sink.data_ptr()
+            if more is not None:
+                more.put_into(params)
             if o.cu_seqlens_q is not None and o.cu_seqlens_kv is not None:
                 params.ends_q, params.ends_kv = o.cu_seqlens_q.data_ptr(), o.cu_seqlens_kv.data_ptr()
             self._config.stream = stream

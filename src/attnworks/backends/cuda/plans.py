@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from attnworks.backends.cuda.source import Variant
+import torch
+
+from attnworks.backends.cuda.source import BIAS_ELEMENTS, Variant
+from attnworks.expressions import OperandSpec
 from attnworks.masks import Bounds
 from attnworks.plan import Plan
 from attnworks.problem import Problem
 
 NAME = "cuda"
 SHARED_LIMIT = 232448  # bytes of one thread block, compute capability 9.0
+MAP_KEYS = 128  # of a tile: four lanes share a row of a map's bits, 32 each
 FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal, three of which fit 32 bits
 
 
 class Line(NamedTuple):
-    """For head dims up to these, a kind of mask ("" is any) and at least so many keys: tiles and stages."""
+    """For head dims up to these, a kind of kernel ("" is any) and at least so many keys: tiles and stages. Kinds: "full",
+    "causal", "window", and "extended": a tile map, ALiBi or a bias, which take registers."""
 
     head_dim: int
     head_dim_v: int
-    mask: str
+    kind: str
     keys: int
     tile_q: int
     tile_kv: int
@@ -28,13 +33,21 @@ class Line(NamedTuple):
 
 
 # The first line that fits. TFLOP/s of a prototype of this kernel, bf16, 16k tokens, heads · head_dim = 2048, one H200
-# (2026-11-29), at N = 512, 1k, 2k, 4k, 8k, 16k; "not measured" where it had no such variant.
+# (2026-11-29), at N = 512, 1k, 2k, 4k, 8k, 16k; "not measured" where it had no such variant. Lines that say "this kernel"
+# come from two interleaved runs of it (2026-11-30), in which the prototype's choice lost.
 TABLE = (
-    # 367 437 517 538 575 575; no other was tried
-    Line(64, 64, "full", 0, 192, 128, 3),
-    # 487 522 and 493 541 for two and three groups at 8k and 16k
-    Line(64, 64, "causal", 8192, 192, 128, 3),
-    # 254 350 428 463 against 222 296 413 462 for three groups: shorter tiles leave less of the triangle's edge unused
+    # not measured: the most keys that leave a map, or a bias of contiguous keys, without spills
+    Line(128, 128, "extended", 0, 128, 128, 2),
+    Line(192, 128, "extended", 0, 128, 96, 2),
+    Line(192, 192, "extended", 0, 128, 80, 2),
+    Line(256, 256, "extended", 0, 128, 64, 2),
+    # 517 538 575 575
+    Line(64, 64, "full", 2048, 192, 128, 3),
+    # this kernel at 1k: 1-2 % faster than with three groups, both runs
+    Line(64, 64, "full", 0, 128, 128, 3),
+    # 487 522 and 493 541 for two and three groups at 8k and 16k; this kernel at 4k: three groups are 3-4 % faster, both runs
+    Line(64, 64, "causal", 4096, 192, 128, 3),
+    # 254 350 428 against 222 296 413 for three groups: shorter tiles leave less of the triangle's edge unused
     Line(64, 64, "", 0, 128, 128, 3),
     # 722 735 against 712 720 for 128 keys; below 8k 502 582 662 690 against 534 634 687 693. Heads of 96: not measured
     Line(128, 128, "full", 8192, 128, 144, 2),
@@ -64,8 +77,15 @@ def bounds(p: Problem) -> dict[str, int]:
     return found
 
 
+def mapped(p: Problem) -> bool:
+    """Whether the mask is more than closed bounds: a tile map then says all of it."""
+    return not all(isinstance(term, Bounds) for term in p.mask)
+
+
 def limited(p: Problem) -> tuple[bool, bool]:
-    """Whether the bounds hide keys to the left, and to the right."""
+    """Whether the kernel has bounds that hide keys to the left, and to the right."""
+    if mapped(p):
+        return False, False
     found = bounds(p)
     left = max(found["low_bottom"], found["low_top"]) > -FAR
     return left, min(found["high_bottom"], found["high_top"]) < FAR
@@ -74,10 +94,10 @@ def limited(p: Problem) -> tuple[bool, bool]:
 def plan_for(p: Problem) -> Plan:
     """The table's plan."""
     left, right = limited(p)
-    mask = "window" if left else "causal" if right else "full"
+    kind = "extended" if mapped(p) or added(p) else "window" if left else "causal" if right else "full"
     for line in TABLE:
         fits = p.head_dim <= line.head_dim and p.head_dim_v <= line.head_dim_v and p.seq_kv >= line.keys
-        if fits and line.mask in ("", mask):
+        if fits and line.kind in ("", kind):
             return Plan(NAME, "q_outer", line.tile_q, line.tile_kv, warps=line.tile_q // 16 + 4, stages=line.stages)
     raise ValueError(f"head_dim, head_dim_v: were {p.head_dim}, {p.head_dim_v}, must be at most 256")
 
@@ -86,6 +106,7 @@ def variant(p: Problem, plan: Plan) -> Variant:
     """What the kernel of a problem and its plan is compiled for."""
     left, right = limited(p)
     kinds = {term.kind for term in p.scores}
+    biased, step = bias_of(p)
     return Variant(
         bf16=str(p.dtype) == "torch.bfloat16",
         head_dim=16 * math.ceil(p.head_dim / 16),
@@ -97,9 +118,33 @@ def variant(p: Problem, plan: Plan) -> Variant:
         right=right,
         varlen=p.form == "varlen",
         partial_v=p.head_dim_v % 32 != 0,
-        modifier=2 if "softcap" in kinds else 0 if p.scale > 0 else 1,
+        modifier=2 if "softcap" in kinds else 0 if p.scale > 0 or added(p) else 1,
         sink="sink" in kinds,
+        mapped=mapped(p),
+        alibi="alibi" in kinds,
+        bias=BIAS_ELEMENTS.index(biased) if biased in BIAS_ELEMENTS else 0,
+        bias_keys=min(step, 2),
     )
+
+
+def added(p: Problem) -> bool:
+    """Whether something is added to scores, which are then taken to their own units first."""
+    return any(term.kind in ("alibi", "bias") for term in p.scores)
+
+
+def bias_of(p: Problem) -> tuple[torch.dtype | None, int]:
+    """The bias's element, None if there is no bias, and its step from one key to the next."""
+    for term in p.scores:
+        if term.kind == "bias" and term.operand:
+            return term.operand.dtype, broadcast_strides(term.operand)[3]
+    return None, 0
+
+
+def broadcast_strides(operand: OperandSpec) -> tuple[int, int, int, int]:
+    """Strides along batch, head, query and key of an operand that broadcasts to them: 0 where it has one element."""
+    found = [0 if size == 1 else step for size, step in zip(operand.shape, operand.strides, strict=True)]
+    batch, head, query, key = [*[0] * (4 - len(found)), *found]
+    return batch, head, query, key
 
 
 def tiles_of(p: Problem, plan: Plan) -> int:
@@ -117,6 +162,8 @@ def check(p: Problem, plan: Plan) -> None:
         raise ValueError(f"plan tile_kv: was {plan.tile_kv}, must be a multiple of 16 in 16..256")
     if plan.warps != plan.tile_q // 16 + 4:
         raise ValueError(f"plan warps: was {plan.warps}, must be {plan.tile_q // 16 + 4} for tile_q {plan.tile_q}")
+    if mapped(p) and plan.tile_kv > MAP_KEYS:
+        raise ValueError(f"plan tile_kv: was {plan.tile_kv}, must be at most {MAP_KEYS} for a mask with a tile map")
     if not 2 <= plan.stages <= 4:
         raise ValueError(f"plan stages: was {plan.stages}, must be in 2..4")
     for name in ("split_kv", "isa"):

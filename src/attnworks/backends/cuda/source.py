@@ -9,16 +9,20 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 
-PARTS = ("ptx.cuh", "schedule.cuh", "softmax.cuh", "epilogue.cuh", "forward.cuh")
+import torch
+
+PARTS = ("ptx.cuh", "schedule.cuh", "scores.cuh", "mask.cuh", "softmax.cuh", "epilogue.cuh", "forward.cuh")
 # K and V of the heads that are worked on together under a causal mask: so much stays in the 50 MB of L2.
 L2_SECTION_BYTES = 32 * 2**20
 WORK_BYTES, BARRIER_BYTES = 32, 8
+BIAS_ELEMENTS = (None, torch.float32, torch.bfloat16, torch.float16)  # by the number that scores.cuh has for it
 
 
 @dataclass(frozen=True)
 class Variant:
     """What a forward kernel is compiled for. ``head_dim`` is rounded up to 16, ``head_dim_v`` to 32: columns beyond the
-    tensors' own arrive as 0; ``partial_v``: there are such in V. ``modifier``: see softmax.cuh."""
+    tensors' own arrive as 0; ``partial_v``: there are such in V. ``modifier``: see scores.cuh. ``mapped``: the mask is a tile map. ``bias``: 0 for none, else its
+    element, ``BIAS_ELEMENTS``; ``bias_keys``: its step from key to key, 2 for any but 0 and 1."""
 
     bf16: bool
     head_dim: int
@@ -32,6 +36,10 @@ class Variant:
     partial_v: bool = False
     modifier: int = 0
     sink: bool = False
+    mapped: bool = False
+    alibi: bool = False
+    bias: int = 0
+    bias_keys: int = 0
 
     @property
     def groups(self) -> int:
@@ -42,9 +50,19 @@ class Variant:
         return 128 * (self.groups + 1)
 
     @property
+    def longest_first(self) -> bool:
+        """Whether the last tiles of rows have the most keys."""
+        return (self.right and not self.left) or self.mapped
+
+    @property
     def dynamic(self) -> bool:
         """Whether tiles differ so much in length that thread blocks draw them as they get free."""
-        return self.varlen or (self.right and not self.left)
+        return self.varlen or self.longest_first
+
+    @property
+    def extended(self) -> bool:
+        """Whether the kernel has parameters that a plain one has not."""
+        return self.mapped or self.alibi or self.bias > 0
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -76,7 +94,7 @@ class Variant:
         consumer, producer = self.registers
         return own | {
             "GROUPS": self.groups, "PINGPONG": int(self.groups == 2), "DYNAMIC": int(self.dynamic),
-            "LONGEST_FIRST": int(self.right and not self.left),
+            "LONGEST_FIRST": int(self.longest_first), "EXTENDED": int(self.extended),
             "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
             "KV_ROW_BYTES": 2 * (self.head_dim + self.head_dim_v), "L2_SECTION_BYTES": L2_SECTION_BYTES,
         }  # fmt: skip
