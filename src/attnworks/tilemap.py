@@ -207,8 +207,8 @@ def _shift(term: Bounds, sizes: Sizes) -> int:
 
 
 def partly_visible(spec: MaskSpec, operands: tuple[Tensor, ...], found: TileMap) -> Iterator[tuple[slice, Tensor]]:
-    """(which of ``found.partial.tiles``, booleans (tiles, tile_q, tile_kv): which pairs of theirs are visible), in blocks of
-    bounded size. ``spec`` and ``operands``: those that the map was built of."""
+    """(which of ``found.partial.tiles``, which pairs of theirs are visible as booleans (tiles, tile_q, tile_kv)), in
+    blocks of bounded size. ``spec`` and ``operands``: those that the map was built of."""
     offsets, tiles = found.partial.offsets, found.partial.tiles
     rows = torch.arange(offsets.numel() - 1, device=tiles.device)
     units = torch.repeat_interleave(rows, offsets.diff().long(), output_size=tiles.numel())

@@ -74,7 +74,7 @@ def shown(p: Problem, found: extended.BitMap, tile_q: int, tile_kv: int) -> torc
 def test_lists_and_bits_are_the_mask(name: str, tiles: tuple[int, int]) -> None:
     p, plan = problem(MASKS[name]), SimpleNamespace(tile_q=tiles[0], tile_kv=tiles[1])
     found = extended.bit_map(p, plan, operands(MASKS[name]))
-    b, h, q, k = (torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
+    b, _, q, k = (torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
                   for axis, n in enumerate((BATCH, HEADS, SEQ_Q, SEQ_KV)))  # fmt: skip
     expected = {
         "document": lambda: DOC[b, q] == DOC[b, k],
@@ -98,8 +98,9 @@ def test_a_map_is_made_once_and_anew_when_its_mask_was_written_to() -> None:
     mask[0, 0, 0] = True
     second = extended.bit_map(p, plan, o)
     assert second is not first and shown(p, second, plan.tile_q, plan.tile_kv)[0, 0, 0].all()
-    assert isinstance(tilemap.cached(p.mask, o.mask, batch=BATCH, heads=HEADS, seq_q=SEQ_Q, seq_kv=SEQ_KV,
-                                     tile_q=plan.tile_q, tile_kv=plan.tile_kv, device="cpu"), tilemap.TileMap)  # fmt: skip
+    sizes = {"batch": BATCH, "heads": HEADS, "seq_q": SEQ_Q, "seq_kv": SEQ_KV, "tile_q": plan.tile_q}
+    other = tilemap.cached(p.mask, o.mask, **sizes, tile_kv=plan.tile_kv, device="cpu")
+    assert isinstance(other, tilemap.TileMap), "what others keep of the same mask stays theirs"
 
 
 @pytest.mark.parametrize("shape", ["bhqk", "1hqk", "b1qk", "11qk", "b11k", "hqk", "qk", "q1", "k", "1"])
@@ -152,9 +153,8 @@ def test_scores_come_to_their_own_units_before_something_is_added(scale: float, 
     mine = s if built.modifier == 0 else 1 - 2 / (torch.exp2(s * params.inner) + 1)
     wanted = scale * s if cap is None else cap * torch.tanh(scale * s / cap)
     assert built.modifier == (0 if cap is None else 2)
-    torch.testing.assert_close(
-        params.factor * (params.outer * mine), wanted / torch.log(torch.tensor(2.0)).double(), rtol=1e-6, atol=1e-6
-    )
+    in_base_2 = wanted / torch.tensor(2.0).double().log()
+    torch.testing.assert_close(params.factor * (params.outer * mine), in_base_2, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("changes", "words"), [

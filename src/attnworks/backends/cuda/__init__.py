@@ -90,9 +90,8 @@ def _score_reasons(scores: tuple[ScoreTerm, ...]) -> list[str]:
     from attnworks.backends.cuda.source import BIAS_ELEMENTS
 
     kinds = [term.kind for term in scores]
-    reasons = [
-        f"score function {term.name} (has softcap, ALiBi, bias, sink)" for term in scores if term.kind == "function"
-    ]
+    functions = [term.name for term in scores if term.kind == "function"]
+    reasons = [f"score function {name} (has softcap, ALiBi, bias and sink)" for name in functions]
     reasons += [f"more than one {kind}" for kind in ("softcap", "alibi", "bias") if kinds.count(kind) > 1]
     if "softcap" in kinds and any(kind in ("alibi", "bias") for kind in kinds[: kinds.index("softcap")]):
         reasons.append("a softcap after ALiBi or a bias (it caps first)")

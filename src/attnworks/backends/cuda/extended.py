@@ -25,9 +25,10 @@ MOST_BITS_BYTES = 2**30  # that a map may come to take
 class BitMap(NamedTuple):
     """A tile map as the kernel reads it (``Span`` and ``Params`` in schedule.cuh).
 
-    ``rows`` (rows of the map, 4): where its tiles begin and end, where the partial ones begin, and what takes a place to
-    the number of its bits. ``tiles``: the KV tile at each place. ``bits`` (partial tiles, tile_q, 4): see ``words_of``.
-    ``by_batch``, ``by_head``: rows of the map from one to the next, 0 where they share it. ``stream``: where it was made.
+    ``rows`` (rows of the map, 4): where its tiles begin and end, where the partial ones begin, and what takes a place
+    to the number of its bits. ``tiles``: the KV tile at each place. ``bits`` (partial tiles, tile_q, 4): see
+    ``words_of``. ``by_batch``, ``by_head``: rows of the map from one to the next, 0 where they share it. ``stream``:
+    where it was made.
     """
 
     rows: Tensor
@@ -98,8 +99,8 @@ def bit_map(p: Problem, plan: Plan, o: Operands) -> BitMap:
 
 
 def with_bits(found: tilemap.TileMap, spec: MaskSpec, operands: tuple[Tensor, ...]) -> BitMap:
-    """A map and the bits of its partial tiles. A row that sees no key, which a kernel has no way of its own for, is given
-    one partial tile without a bit: the last place, which all such rows share."""
+    """A map and the bits of its partial tiles. A row that sees no key, which a kernel has no way of its own for, is
+    given one partial tile without a bit: the last place, which all such rows share."""
     offsets, whole, tiles = found.visited
     bits = torch.zeros(found.partial_tiles + 1, found.tile_q, LANES, dtype=torch.int32, device=tiles.device)
     for part, visible in tilemap.partly_visible(spec, operands, found):
@@ -121,8 +122,8 @@ def with_bits(found: tilemap.TileMap, spec: MaskSpec, operands: tuple[Tensor, ..
 
 
 def words_of(visible: Tensor) -> Tensor:
-    """Booleans (tiles, tile_q, tile_kv) as int32 (tiles, tile_q, 4): bit 2 i + e of word l is column 8 i + 2 l + e, which
-    is how the lanes of a row hold its scores. ``tile_kv`` at most 128."""
+    """Booleans (tiles, tile_q, tile_kv) as int32 (tiles, tile_q, 4): bit 2 i + e of word l is column 8 i + 2 l + e,
+    which is how the lanes of a row hold its scores. ``tile_kv`` at most 128."""
     tiles, rows, keys = visible.shape
     lanes = visible.view(tiles, rows, keys // 8, LANES, 2).transpose(2, 3).reshape(tiles, rows, LANES, keys // LANES)
     values = [1 << bit if bit < 31 else -(2**31) for bit in range(keys // LANES)]

@@ -20,8 +20,8 @@ FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal
 
 
 class Line(NamedTuple):
-    """For head dims up to these, a kind of kernel ("" is any) and at least so many keys: tiles and stages. Kinds: "full",
-    "causal", "window", and "extended": a tile map, ALiBi or a bias, which take registers."""
+    """For head dims up to these, a kind of kernel ("" is any) and at least so many keys: tiles and stages. Kinds:
+    "full", "causal", "window", and "extended": a tile map, ALiBi or a bias, which take registers."""
 
     head_dim: int
     head_dim_v: int
@@ -33,8 +33,8 @@ class Line(NamedTuple):
 
 
 # The first line that fits. TFLOP/s of a prototype of this kernel, bf16, 16k tokens, heads · head_dim = 2048, one H200
-# (2026-11-29), at N = 512, 1k, 2k, 4k, 8k, 16k; "not measured" where it had no such variant. Lines that say "this kernel"
-# come from two interleaved runs of it (2026-11-30), in which the prototype's choice lost.
+# (2026-11-29), at N = 512, 1k, 2k, 4k, 8k, 16k; "not measured" where it had no such variant. Where it says "this
+# kernel", the prototype's choice lost in two interleaved runs (2026-11-30).
 TABLE = (
     # not measured: the most keys that leave a map, or a bias of contiguous keys, without spills
     Line(128, 128, "extended", 0, 128, 128, 2),
@@ -43,9 +43,9 @@ TABLE = (
     Line(256, 256, "extended", 0, 128, 64, 2),
     # 517 538 575 575
     Line(64, 64, "full", 2048, 192, 128, 3),
-    # this kernel at 1k: 1-2 % faster than with three groups, both runs
+    # this kernel at 1k: 1-2 % faster than three groups
     Line(64, 64, "full", 0, 128, 128, 3),
-    # 487 522 and 493 541 for two and three groups at 8k and 16k; this kernel at 4k: three groups are 3-4 % faster, both runs
+    # 487 493 and 522 541 for two and three groups at 8k and 16k; this kernel at 4k: three are 3-4 % faster
     Line(64, 64, "causal", 4096, 192, 128, 3),
     # 254 350 428 against 222 296 413 for three groups: shorter tiles leave less of the triangle's edge unused
     Line(64, 64, "", 0, 128, 128, 3),

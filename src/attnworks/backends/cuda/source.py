@@ -21,8 +21,9 @@ BIAS_ELEMENTS = (None, torch.float32, torch.bfloat16, torch.float16)  # by the n
 @dataclass(frozen=True)
 class Variant:
     """What a forward kernel is compiled for. ``head_dim`` is rounded up to 16, ``head_dim_v`` to 32: columns beyond the
-    tensors' own arrive as 0; ``partial_v``: there are such in V. ``modifier``: see scores.cuh. ``mapped``: the mask is a tile map. ``bias``: 0 for none, else its
-    element, ``BIAS_ELEMENTS``; ``bias_keys``: its step from key to key, 2 for any but 0 and 1."""
+    tensors' own arrive as 0; ``partial_v``: there are such in V. ``modifier``: see scores.cuh. ``mapped``: the
+    mask is a tile map. ``bias``: 0 for none, else its element, of ``BIAS_ELEMENTS``; ``bias_keys``: its step from one
+    key to the next, 2 for any but 0 and 1."""
 
     bf16: bool
     head_dim: int
