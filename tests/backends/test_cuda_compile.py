@@ -17,8 +17,8 @@ import torch
 from attnworks import ALiBi, Bias, Causal, Sink, Softcap, Window, masks, scores
 from attnworks.backends import cuda
 from attnworks.backends.cuda import compile as compiler
-from attnworks.backends.cuda import launch, plans
-from attnworks.backends.cuda.source import PARTS, Variant, text
+from attnworks.backends.cuda import launch, plans, split
+from attnworks.backends.cuda.source import MERGE_PARTS, PARTS, Variant, text
 from attnworks.problem import Problem
 
 needs_nvrtc = pytest.mark.skipif(bool(cuda.missing()), reason=cuda.missing() or "NVRTC is here")
@@ -56,6 +56,7 @@ VARIANTS = {
         mask=masks.split(SPARSE)[0],
         **modified(Softcap(5.0), ALiBi(torch.ones(4)), Bias(torch.ones(1000, 1000).t())),
     ),
+    "parts, window": replace(built(mask=masks.split(Window(90, 9))[0]), split=True),
     "bias, causal": built(mask=masks.split(Causal())[0], **modified(Bias(torch.ones(1, 1000).bfloat16()))),
     "packed, window, softcap, sink, fp16, padded": built(
         form="varlen", total_q=9, total_kv=9, mask=masks.split(Window(9, 3))[0], head_dim=40, head_dim_v=72,
@@ -116,8 +117,16 @@ def test_a_kernel_that_spills_is_seen() -> None:
 
 def test_the_arguments_are_those_that_the_kernel_reads() -> None:
     """Names, types and order of the struct's fields, from its text: both sides lay them out by C's rules."""
-    source = (Path(cuda.__file__).parent / "schedule.cuh").read_text()
-    body = re.search(r"struct Params \{(.*?)\};", source, re.DOTALL).group(1)
+    for file, name, mirror in (
+        ("schedule.cuh", "Params", launch.Params),
+        ("merge.cuh", "MergeParams", split.MergeParams),
+    ):
+        source = (Path(cuda.__file__).parent / file).read_text()
+        body = re.search(rf"struct {name} \{{(.*?)\}};", source, re.DOTALL).group(1)
+        assert fields_of(body) == list(mirror._fields_)
+
+
+def fields_of(body: str) -> list[tuple[str, type]]:
     types = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float}
     found = []
     for declaration in re.sub(r"//.*|#.*", "", body).split(";"):
@@ -125,7 +134,7 @@ def test_the_arguments_are_those_that_the_kernel_reads() -> None:
         for name in names[1].split(",") if names else ():
             kind = ctypes.c_void_p if "*" in declaration else types[names[0]]
             found.append((name.strip(" *"), kind))
-    assert found == list(launch.Params._fields_)
+    return found
 
 
 @needs_nvrtc
@@ -216,4 +225,4 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_parts_are_data_of_the_package() -> None:
-    assert {path.name for path in Path(cuda.__file__).parent.glob("*.cuh")} == set(PARTS)
+    assert {path.name for path in Path(cuda.__file__).parent.glob("*.cuh")} == {*PARTS, *MERGE_PARTS}

@@ -112,9 +112,12 @@ def _layout_reasons(problem: Problem, hardware: Hardware) -> list[str]:
     tiles = -(-p.seq_q // 128) * p.batch * p.heads_q
     if tiles >= 2**30:
         reasons.append(f"{tiles} tiles of rows (less than 2^30)")
-    if p.form == "dense" and 0 < tiles * FEW_TILES_SHARE <= hardware.units and p.seq_kv >= MANY_KEYS:
+    few = p.form == "dense" and 0 < tiles * FEW_TILES_SHARE <= hardware.units and p.seq_kv >= MANY_KEYS
+    if few and not plans.can_split(p):
+        why = "under a tile map" if plans.mapped(p) else "where batch_invariant is asked for"
         reasons.append(
-            f"{tiles} tiles of rows for {hardware.units} multiprocessors and {p.seq_kv} keys, which it does not split"
+            f"{tiles} tiles of rows for {hardware.units} multiprocessors and {p.seq_kv} keys, which it does not split "
+            f"{why}"
         )
     return reasons
 
@@ -122,7 +125,7 @@ def _layout_reasons(problem: Problem, hardware: Hardware) -> list[str]:
 def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
     from attnworks.backends.cuda import plans
 
-    return [plans.plan_for(problem)]
+    return [plans.plan_for(problem, hardware.units)]
 
 
 def check_plan(problem: Problem, plan: Plan) -> None:

@@ -79,6 +79,9 @@ DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const 
     // The slot's last reader must be done with it; only then is it written, and only then may it be read.
     barrier_wait(s.work_empty + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
     if (leads) {
+#if SPLIT
+      w.start_q = w.split;  // the place of what only packed sequences have
+#endif
       shared_store(s.work + (turn & 1) * WORK_BYTES, make_int4(w.row, w.head, w.batch, w.start_q));
       if (VARLEN) shared_store(s.work + (turn & 1) * WORK_BYTES + 16, make_int4(w.rows, w.keys, 0, 0));
 #if MAPPED
@@ -140,7 +143,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   int turn = 0, row = 0, tile = 0;
   float sink = 0;
 
-  auto first_tile = [&] { return LEFT || MAPPED ? span.first : 0; };  // the one that is walked to last
+  auto first_tile = [&] { return LEFT || MAPPED || SPLIT ? span.first : 0; };  // the one that is walked to last
   // One lane speaks for its warp: its products are done (wgmma_wait), so the warp no longer reads the buffer.
   auto release = [&](u32 barrier) {
     if (lane == 0) barrier_arrive(barrier);
@@ -188,6 +191,9 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       const int4 lengths = shared_load(slot + 16);
       w.rows = lengths.x, w.keys = lengths.y;
     }
+#if SPLIT
+    w.split = found.w;
+#endif
 #if MAPPED
     const int4 listed = shared_load(slot + 16);
     w.span = {listed.x, listed.y, listed.z, listed.w};

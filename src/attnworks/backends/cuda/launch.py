@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attnworks.backends import Launcher
-from attnworks.backends.cuda import extended
+from attnworks.backends.cuda import extended, split
 from attnworks.backends.cuda.compile import CompileError, cubin
 from attnworks.backends.cuda.counters import counters
 from attnworks.backends.cuda.driver import INVALID_CONTEXT, DriverError, LaunchConfig, driver
@@ -43,6 +43,8 @@ class Params(ctypes.Structure):
         *((name, c_int64) for name in ("bias_batch", "bias_head", "bias_row", "bias_key")),
         *((name, c_int) for name in ("map_batch", "map_head", "slopes_batch")),
         ("outer", c_float),
+        *((name, c_int) for name in ("splits", "split_tiles")),
+        *((name, c_int64) for name in ("out_split", "lse_split")),
     )
 
 
@@ -63,6 +65,7 @@ def params_of(p: Problem, plan: Plan) -> Params:
         batch=p.batch, heads=p.heads_q, group=p.group, rows=p.seq_q, keys=p.seq_kv,
         tiles=-(-p.seq_q // plan.tile_q), section=section(p, L2_SECTION_BYTES), total_q=p.total_q, dim_v=p.head_dim_v,
         **bounds(p), factor=factor, inner=inner, outer=p.scale if cap is None else cap, **extended.strides(p),
+        **split.sizes(p, plan),
     )  # fmt: skip
 
 
@@ -119,11 +122,14 @@ class Forward:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._out, self._lse = (_contiguous(shape) for shape in p.result_shapes())
         self._sink = _sink_of(p)
+        self._merge: split.Merge | None = None
         self._lock = threading.Lock()
         with torch.cuda.device(self._index):
             try:
                 self._context = driver().context()
                 self._function = driver().function(cubin(text(built)), "forward", built.shared_bytes)
+                if built.split:
+                    self._merge = split.Merge(p, plan)
             except (CompileError, DriverError) as error:
                 raise type(error)(f"{error}\nfor {plan}, compiled as {built}") from error
             units = torch.cuda.get_device_properties(self._index).multi_processor_count
@@ -131,7 +137,7 @@ class Forward:
             if self._counters is not None:
                 self._counters.ready()
         # Of packed sequences the lengths, and so the tiles, are known on the device only.
-        self._grid = units if built.varlen else min(units, tiles_of(p, plan))
+        self._grid = units if built.varlen else min(units, tiles_of(p, plan) * split.parts(p, plan))
         self._maps, self._params = Maps(p, plan), params_of(p, plan)
         self._arguments = (c_void_p * 4)(*self._maps.places, ctypes.addressof(self._params))
         self._config = LaunchConfig(self._grid, 1, 1, built.threads, 1, 1, built.shared_bytes)
@@ -151,12 +157,14 @@ class Forward:
         sink = None if self._sink is None else o.scores[self._sink].to(torch.float32).contiguous()
         stream = torch._C._cuda_getCurrentRawStream(index)
         more = extended.given(self._problem, self._plan, o, stream) if self._built.extended else None
+        merge = self._merge
+        into, into_lse = (out, lse) if merge is None else merge.empty(device)
         params = self._params
         with self._lock:
             self._maps.point_to(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr())
-            params.out = out.data_ptr()
-            if lse is not None:
-                params.lse = lse.data_ptr()
+            params.out = into.data_ptr()
+            if into_lse is not None:
+                params.lse = into_lse.data_ptr()
             if self._counters is not None:
                 params.counter = self._counters.take(stream)
             if sink is not None:
@@ -170,6 +178,9 @@ class Forward:
             if status == INVALID_CONTEXT:  # a thread that has not used the device yet
                 driver().make_current(self._context)
                 status = self._launch()
+            if merge is not None and not status:
+                assert into_lse is not None
+                merge.launch(into, into_lse, out, lse, sink, stream)
         if status:
             driver().check(status, f"launching {self._grid} thread blocks for {self._plan}, compiled as {self._built}")
         return out, lse

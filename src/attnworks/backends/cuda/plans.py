@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from attnworks.problem import Problem
 NAME = "cuda"
 SHARED_LIMIT = 232448  # bytes of one thread block, compute capability 9.0
 MAP_KEYS = 128  # of a tile: four lanes share a row of a map's bits, 32 each
+LEAST_KEYS, MOST_PARTS = 512, 128  # of a part; of the keys
 FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal, three of which fit 32 bits
 
 
@@ -91,15 +93,32 @@ def limited(p: Problem) -> tuple[bool, bool]:
     return left, min(found["high_bottom"], found["high_top"]) < FAR
 
 
-def plan_for(p: Problem) -> Plan:
-    """The table's plan."""
+def plan_for(p: Problem, units: int = 0) -> Plan:
+    """The table's plan; on so many multiprocessors with its keys split where that fills them."""
     left, right = limited(p)
     kind = "extended" if mapped(p) or added(p) else "window" if left else "causal" if right else "full"
     for line in TABLE:
         fits = p.head_dim <= line.head_dim and p.head_dim_v <= line.head_dim_v and p.seq_kv >= line.keys
         if fits and line.kind in ("", kind):
-            return Plan(NAME, "q_outer", line.tile_q, line.tile_kv, warps=line.tile_q // 16 + 4, stages=line.stages)
+            plan = Plan(NAME, "q_outer", line.tile_q, line.tile_kv, warps=line.tile_q // 16 + 4, stages=line.stages)
+            return split_over(p, plan, units)
     raise ValueError(f"head_dim, head_dim_v: were {p.head_dim}, {p.head_dim_v}, must be at most 256")
+
+
+def can_split(p: Problem) -> bool:
+    """Whether keys may be split at all. How many parts fill the card depends on the rest of the batch, so not where
+    bits must not."""
+    return p.form == "dense" and not mapped(p) and not p.batch_invariant
+
+
+def split_over(p: Problem, plan: Plan, units: int) -> Plan:
+    """The plan with as many parts of the keys as fill the multiprocessors once, if at least two do."""
+    tiles = tiles_of(p, plan)
+    most = min(units // max(tiles, 1), p.seq_kv // LEAST_KEYS, MOST_PARTS)
+    if most < 2 or not can_split(p):
+        return plan
+    keys = math.ceil(p.seq_kv / most / plan.tile_kv) * plan.tile_kv
+    return replace(plan, schedule="split_kv", split_kv=keys)
 
 
 def variant(p: Problem, plan: Plan) -> Variant:
@@ -119,11 +138,12 @@ def variant(p: Problem, plan: Plan) -> Variant:
         varlen=p.form == "varlen",
         partial_v=p.head_dim_v % 32 != 0,
         modifier=2 if "softcap" in kinds else 0 if p.scale > 0 or added(p) else 1,
-        sink="sink" in kinds,
+        sink="sink" in kinds and not plan.split_kv,
         mapped=mapped(p),
         alibi="alibi" in kinds,
         bias=BIAS_ELEMENTS.index(biased) if biased in BIAS_ELEMENTS else 0,
         bias_keys=min(step, 2),
+        split=plan.split_kv > 0,
     )
 
 
@@ -154,8 +174,8 @@ def tiles_of(p: Problem, plan: Plan) -> int:
 
 def check(p: Problem, plan: Plan) -> None:
     """Raises ``ValueError`` naming the field that the kernel can't be compiled for or run with."""
-    if plan.schedule != "q_outer":
-        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer'")
+    if plan.schedule not in ("q_outer", "split_kv"):
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' or 'split_kv'")
     if plan.tile_q not in (128, 192):
         raise ValueError(f"plan tile_q: was {plan.tile_q}, must be 128 or 192: two or three warpgroups of 64 rows")
     if plan.tile_kv % 16 or not 16 <= plan.tile_kv <= 256:
@@ -166,9 +186,9 @@ def check(p: Problem, plan: Plan) -> None:
         raise ValueError(f"plan tile_kv: was {plan.tile_kv}, must be at most {MAP_KEYS} for a mask with a tile map")
     if not 2 <= plan.stages <= 4:
         raise ValueError(f"plan stages: was {plan.stages}, must be in 2..4")
-    for name in ("split_kv", "isa"):
-        if getattr(plan, name):
-            raise ValueError(f"plan {name}: was {getattr(plan, name)!r}, must be left out, the kernel has none")
+    if plan.isa:
+        raise ValueError(f"plan isa: was {plan.isa!r}, must be left out, the kernel has none")
+    _check_split(p, plan)
     built = variant(p, plan)
     if built.shared_bytes > SHARED_LIMIT:
         raise ValueError(
@@ -179,6 +199,19 @@ def check(p: Problem, plan: Plan) -> None:
         raise ValueError(
             f"plan tile_kv: was {plan.tile_kv}, must leave S, P and O at most {built.most_accumulators} registers of a "
             f"thread, took {built.accumulators}"
+        )
+
+
+def _check_split(p: Problem, plan: Plan) -> None:
+    if plan.schedule == "q_outer":
+        if plan.split_kv:
+            raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule 'q_outer'")
+    elif p.form != "dense" or mapped(p):
+        raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' for packed sequences and tile maps")
+    elif plan.split_kv < 1 or plan.split_kv % plan.tile_kv or plan.split_kv * MOST_PARTS < p.seq_kv:
+        raise ValueError(
+            f"plan split_kv: was {plan.split_kv}, must be a multiple of tile_kv = {plan.tile_kv} that makes at most "
+            f"{MOST_PARTS} parts"
         )
 
 

@@ -22,6 +22,8 @@ struct Params {
   i64 bias_batch, bias_head, bias_row, bias_key;  // strides in elements, 0 where it is broadcast
   int map_batch, map_head, slopes_batch;          // rows of the map, and slopes, from one batch or head to the next
   float outer;                                    // takes S, after score(), to the units of slopes and bias
+  int splits, split_tiles;  // parts of the keys, each of so many KV tiles, for each of which there is a result
+  i64 out_split, lse_split; // elements from one part's results to the next's
 #endif
 };
 
@@ -39,6 +41,9 @@ struct Work {
   int row, head, batch, rows, keys, start_q, start_kv;
 #if MAPPED
   Span span;
+#endif
+#if SPLIT
+  int split;  // which part of the keys
 #endif
 };
 constexpr u32 WORK_BYTES = 32;  // of which packed sequences and tile maps use more than the first 16
@@ -63,6 +68,10 @@ DEV Span visited(int row, int rows, int keys, Diagonals d) {
 DEV Span span_of(const Params& p, const Work& w, Diagonals d) {
 #if MAPPED
   return w.span;
+#elif SPLIT  // where none of the part's tiles is visited, its first one is: nothing in it is seen
+  const Span all = visited(w.row, w.rows, w.keys, d);
+  const int begin = w.split * p.split_tiles, first = max(all.first, begin), last = min(all.last, begin + p.split_tiles);
+  return first < last ? Span{first, last} : Span{begin, begin + 1};
 #else
   return visited(w.row, w.rows, w.keys, d);
 #endif
@@ -131,6 +140,9 @@ DEV bool find(const Params& p, int n, int lane, Cursor& c, Work& w) {
 #else
 struct Cursor {};
 DEV bool find(const Params& p, int n, int, Cursor&, Work& w) {
+#if SPLIT
+  w.split = n % p.splits, n /= p.splits;
+#endif
   if (n >= p.tiles * p.batch * p.heads) {
     w.batch = -1;
     return false;

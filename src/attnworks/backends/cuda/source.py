@@ -12,6 +12,7 @@ from importlib import resources
 import torch
 
 PARTS = ("ptx.cuh", "schedule.cuh", "scores.cuh", "mask.cuh", "softmax.cuh", "epilogue.cuh", "forward.cuh")
+MERGE_PARTS = ("ptx.cuh", "merge.cuh")
 # K and V of the heads that are worked on together under a causal mask: so much stays in the 50 MB of L2.
 L2_SECTION_BYTES = 32 * 2**20
 WORK_BYTES, BARRIER_BYTES = 32, 8
@@ -23,7 +24,7 @@ class Variant:
     """What a forward kernel is compiled for. ``head_dim`` is rounded up to 16, ``head_dim_v`` to 32: columns beyond the
     tensors' own arrive as 0; ``partial_v``: there are such in V. ``modifier``: see scores.cuh. ``mapped``: the
     mask is a tile map. ``bias``: 0 for none, else its element, of ``BIAS_ELEMENTS``; ``bias_keys``: its step from one
-    key to the next, 2 for any but 0 and 1."""
+    key to the next, 2 for any but 0 and 1. ``split``: results are those of parts of the keys, in fp32."""
 
     bf16: bool
     head_dim: int
@@ -41,6 +42,7 @@ class Variant:
     alibi: bool = False
     bias: int = 0
     bias_keys: int = 0
+    split: bool = False
 
     @property
     def groups(self) -> int:
@@ -63,7 +65,7 @@ class Variant:
     @property
     def extended(self) -> bool:
         """Whether the kernel has parameters that a plain one has not."""
-        return self.mapped or self.alibi or self.bias > 0
+        return self.mapped or self.alibi or self.bias > 0 or self.split
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -108,6 +110,11 @@ def text(variant: Variant) -> str:
     lines.append(_wgmma("wgmma_qk", variant.tile_kv, dtype, a_in_registers=False, b_transposed=False))
     lines.append(_wgmma("wgmma_pv", variant.head_dim_v, dtype, a_in_registers=True, b_transposed=True))
     return "\n".join([*lines, *(f'#line 1 "{part}"\n{_part(part)}' for part in PARTS)])
+
+
+def merge_text(*, bf16: bool) -> str:
+    """The source of the kernel ``merge``, which puts the parts of a split result together."""
+    return f"#define BF16 {int(bf16)}\n" + "\n".join(f'#line 1 "{part}"\n{_part(part)}' for part in MERGE_PARTS)
 
 
 @cache
