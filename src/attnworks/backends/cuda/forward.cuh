@@ -137,7 +137,8 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   Work w;
   Diagonals d;
   Span span = {0, 1};
-  Place to;
+  Place to, owed_to = {};
+  bool owed = false;  // O holds the results of the tile of rows before, which belong at owed_to
   Added added = {};
   Bits bits = {};
   int turn = 0, row = 0, tile = 0;
@@ -158,12 +159,16 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       wgmma_qk(S, q_tile + (i / 4) * (Q_CHUNK >> 4) + (i % 4) * 2, b + (i / 4) * (KV_CHUNK >> 4) + (i % 4) * 2, i != 0);
     wgmma_commit();
   };
-  auto accumulate = [&](bool pass_turn) {  // O += P V, begun
+  // O += P V, begun. Results that are owed leave their registers first, while the tensor cores still work on S.
+  auto accumulate = [&](bool pass_turn) {
+    const bool anew = LATE_STORE && owed;
+    if (__builtin_expect(anew, false)) store(O, rows, p, owed_to, lane), owed = false;
+    wait_v();
     const u64 b = v_tiles + v_ring.stage * (V_BYTES >> 4);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < TILE_KV / 16; i++)
-      wgmma_pv(O, P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3], b + i * (16 * 128 >> 4), 1);
+      wgmma_pv(O, P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3], b + i * (16 * 128 >> 4), i > 0 || !anew);
     if (PINGPONG && pass_turn) named_arrive(2 + (group ^ 1), 256);  // the other group may issue its products
     wgmma_commit();
   };
@@ -212,6 +217,8 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   auto begin_rows = [&] {
     to = place_of(p, w, row, lane);
     if (SINK) sink = p.sink[w.head];
+  };
+  auto clear = [&] {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM_V / 2; i++) O[i] = 0;
   };
@@ -220,10 +227,10 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     bits = bits_of(p, span, tile, row - w.row, lane);
 #endif
   };
-  auto first_probs = [&] {  // the tile that holds the last visible key: always masked
+  auto first_probs = [&] {  // the tile that holds the last visible key, which without a mask all rows may see whole
     score(S, p);
     add<true>(S, p, added, tile, w.keys, lane);
-    mask(S, bits, row, tile * TILE_KV, w.keys, d, lane);
+    if (LEFT || RIGHT || MAPPED || w.keys % TILE_KV) mask(S, bits, row, tile * TILE_KV, w.keys, d, lane);
     softmax<true>(S, rows, p.factor);
   };
   auto step = [&](bool masked) {  // S of the next KV tile and P V of this one in flight together
@@ -232,7 +239,6 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     await_turn();
     pin(S), pin(O), pin(P);
     scores();
-    wait_v();
     accumulate(true);
     wgmma_wait<1>();  // S is there
     pin(S);
@@ -261,6 +267,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   pin(S);
   scores();
   begin_rows();
+  clear();
   wgmma_wait<0>();
   pin(S);
   done_with_k();
@@ -290,7 +297,6 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       await_turn();
       pin(S), pin(O), pin(P);
       scores();
-      wait_v();
       accumulate(true);
       finish(rows, to, sink, lane);
       wgmma_wait<1>();
@@ -301,11 +307,13 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       pin(O), pin(P);
       done_with_v();
       to_operand(P, S);
-      store(O, rows, p, to, lane);
+      if (LATE_STORE)
+        owed = true, owed_to = to;
+      else
+        store(O, rows, p, to, lane), clear();
       begin_rows();
       if (tile > first_tile()) wait_k();
     } else {
-      wait_v();
       pin(O), pin(P);
       accumulate(false);
       finish(rows, to, sink, lane);

@@ -76,6 +76,12 @@ class Variant:
         return 232, 40
 
     @property
+    def late_store(self) -> bool:
+        """Whether results wait in their registers until the tensor cores work on the next tile of rows. Three groups'
+        threads, and those of wider heads, have no registers left to remember where the results belong."""
+        return self.groups == 2 and self.head_dim_v <= 128
+
+    @property
     def accumulators(self) -> int:
         """Registers of a thread that S, P and O take."""
         return self.head_dim_v // 2 + self.tile_kv // 2 + self.tile_kv // 4
@@ -96,7 +102,7 @@ class Variant:
         own = {field.name.upper(): int(getattr(self, field.name)) for field in fields(self)}
         consumer, producer = self.registers
         return own | {
-            "GROUPS": self.groups, "PINGPONG": int(self.groups == 2), "DYNAMIC": int(self.dynamic),
+            "GROUPS": self.groups, "LATE_STORE": int(self.late_store), "PINGPONG": int(self.groups == 2), "DYNAMIC": int(self.dynamic),
             "LONGEST_FIRST": int(self.longest_first), "EXTENDED": int(self.extended),
             "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
             "KV_ROW_BYTES": 2 * (self.head_dim + self.head_dim_v), "L2_SECTION_BYTES": L2_SECTION_BYTES,
