@@ -34,19 +34,21 @@ def built(**changes: object) -> Variant:
     return plans.variant(problem, plans.plan_for(problem))
 
 
+def modified(*modifiers: object) -> dict[str, object]:
+    return {"scores": scores.split(modifiers)[0]}
+
+
 def of_line(line: plans.Line) -> Variant:
     """The variant that a line of the table stands for, under a causal mask where it has a choice."""
-    mask = {"full": None, "extended": SPARSE}.get(line.kind, Causal())
+    mask = {"full": None, "map": SPARSE}.get(line.kind, Causal())
     found = {"head_dim": line.head_dim, "head_dim_v": line.head_dim_v, "seq_kv": max(line.keys, 1000)}
-    return built(**found, mask=masks.split(mask)[0])
+    return built(
+        **found, mask=masks.split(mask)[0], **(modified(Bias(torch.ones(1, 1000))) if line.kind == "bias" else {})
+    )
 
 
 def name_of(line: plans.Line) -> str:
     return f"{line.head_dim}/{line.head_dim_v} {line.kind or 'any'} from {line.keys}"
-
-
-def modified(*modifiers: object) -> dict[str, object]:
-    return {"scores": scores.split(modifiers)[0]}
 
 
 SPARSE = torch.ones(1000, 1000, dtype=torch.bool)
@@ -84,7 +86,7 @@ COMPILED = {
     "128/128 full from 8192": "fbc2faff08baab91",
     "192/192 any from 0": "9fbbc5abf4a9848d",
     "packed, window, softcap, sink, fp16, padded": "8b18f7a18aa4c0df",
-    "256/256 extended from 0": "",
+    "256/256 map from 0": "",
     "map, softcap, ALiBi, bias": "",
     "bias, causal": "",
 }

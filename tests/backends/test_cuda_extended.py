@@ -121,6 +121,9 @@ def test_a_bias_is_read_where_it_lies(shape: str, dtype: torch.dtype) -> None:
         assert bias.as_strided((1,), (1,), element + bias.storage_offset()) == wanted
     assert built.bias == {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[dtype]
     assert built.bias_keys == steps[3] == (shape[-1] == "k")
+    assert built.bias_rows == ("q" in shape)
+    strides_even = all(step % 2 == 0 for step in steps[:3])
+    assert built.bias_pairs == (shape[-1] == "k" and strides_even)
 
 
 def test_a_transposed_bias_has_a_step_between_keys() -> None:

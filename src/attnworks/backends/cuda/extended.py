@@ -83,6 +83,12 @@ def given(p: Problem, plan: Plan, o: Operands, stream: int) -> Given:
     return Given(fields, tuple(kept))
 
 
+def begins_with_a_pair(p: Problem, o: Operands) -> bool:
+    """Whether the bias begins at a multiple of two of its elements."""
+    biases = [_operand(term, o) for term in p.scores if term.kind == "bias"]
+    return all(bias.data_ptr() % (2 * bias.element_size()) == 0 for bias in biases)
+
+
 def _operand(term: ScoreTerm, o: Operands) -> Tensor:
     assert term.operand is not None
     return o.scores[term.operand.index]

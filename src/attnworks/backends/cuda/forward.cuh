@@ -236,6 +236,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   auto step = [&](bool masked) {  // S of the next KV tile and P V of this one in flight together
     tile--;
     if (masked) fetch_bits();
+    prefetch_bias(p, added, max(tile - 1, first_tile()), w.keys, lane);
     await_turn();
     pin(S), pin(O), pin(P);
     scores();

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import threading
 from ctypes import c_float, c_int, c_int64, c_void_p
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -114,9 +115,11 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...
 class Forward:
     """One kernel and its arguments on one device. Called with the operands: (out, lse)."""
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
+    def __init__(self, problem: Problem, plan: Plan, *, bias_pairs: bool = True) -> None:
         p = self._problem = problem
         self._built = built = variant(p, plan)
+        if not bias_pairs:
+            self._built = built = replace(built, bias_pairs=False)
         self._plan = plan
         device = torch.device(p.device)
         self._index = torch.cuda.current_device() if device.index is None else device.index
@@ -144,11 +147,18 @@ class Forward:
         config, arguments = ctypes.addressof(self._config), ctypes.addressof(self._arguments)
         self._launch = partial(driver().launch, config, self._function, arguments, None)
 
+    @cached_property
+    def _single(self) -> Forward:
+        """The same for a bias that begins where two of its elements can't be read at once."""
+        return Forward(self._problem, self._plan, bias_pairs=False)
+
     def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
         index = self._index
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(o)
+        if self._built.bias_pairs and not extended.begins_with_a_pair(self._problem, o):
+            return self._single(o)
         device = o.q.device
         out = torch.empty_strided(*self._out, dtype=o.q.dtype, device=device)
         lse = None

@@ -23,7 +23,7 @@ FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal
 
 class Line(NamedTuple):
     """For head dims up to these, a kind of kernel ("" is any) and at least so many keys: tiles and stages. Kinds:
-    "full", "causal", "window", and "extended": a tile map, ALiBi or a bias, which take registers."""
+    "bias" and "map", which take registers, else by the bounds "full", "causal" and "window"."""
 
     head_dim: int
     head_dim_v: int
@@ -38,11 +38,16 @@ class Line(NamedTuple):
 # (2026-11-29), at N = 512, 1k, 2k, 4k, 8k, 16k; "not measured" where it had no such variant. Where it says "this
 # kernel", the prototype's choice lost in two interleaved runs (2026-11-30).
 TABLE = (
-    # not measured: the most keys that leave a map, or a bias of contiguous keys, without spills
-    Line(128, 128, "extended", 0, 128, 128, 2),
-    Line(192, 128, "extended", 0, 128, 96, 2),
-    Line(192, 192, "extended", 0, 128, 80, 2),
-    Line(256, 256, "extended", 0, 128, 64, 2),
+    # not measured: the most keys whose S leaves registers for a bias, and for a map
+    Line(128, 128, "bias", 0, 128, 128, 2),
+    Line(192, 128, "bias", 0, 128, 96, 2),
+    Line(192, 192, "bias", 0, 128, 80, 2),
+    Line(256, 256, "bias", 0, 128, 64, 2),
+    Line(64, 64, "map", 0, 128, 128, 3),
+    Line(128, 128, "map", 0, 128, 128, 2),
+    Line(192, 128, "map", 0, 128, 128, 2),
+    Line(192, 192, "map", 0, 128, 96, 2),
+    Line(256, 256, "map", 0, 128, 64, 2),
     # 517 538 575 575
     Line(64, 64, "full", 2048, 192, 128, 3),
     # this kernel at 1k: 1-2 % faster than three groups
@@ -96,7 +101,8 @@ def limited(p: Problem) -> tuple[bool, bool]:
 def plan_for(p: Problem, units: int = 0) -> Plan:
     """The table's plan; on so many multiprocessors with its keys split where that fills them."""
     left, right = limited(p)
-    kind = "extended" if mapped(p) or added(p) else "window" if left else "causal" if right else "full"
+    bounded = "window" if left else "causal" if right else "full"
+    kind = "bias" if bias_of(p)[0] else "map" if mapped(p) else bounded
     for line in TABLE:
         fits = p.head_dim <= line.head_dim and p.head_dim_v <= line.head_dim_v and p.seq_kv >= line.keys
         if fits and line.kind in ("", kind):
@@ -125,7 +131,7 @@ def variant(p: Problem, plan: Plan) -> Variant:
     """What the kernel of a problem and its plan is compiled for."""
     left, right = limited(p)
     kinds = {term.kind for term in p.scores}
-    biased, step = bias_of(p)
+    biased, steps = bias_of(p)
     return Variant(
         bf16=str(p.dtype) == "torch.bfloat16",
         head_dim=16 * math.ceil(p.head_dim / 16),
@@ -140,9 +146,11 @@ def variant(p: Problem, plan: Plan) -> Variant:
         modifier=2 if "softcap" in kinds else 0 if p.scale > 0 or added(p) else 1,
         sink="sink" in kinds and not plan.split_kv,
         mapped=mapped(p),
-        alibi="alibi" in kinds,
+        alibi=0 if "alibi" not in kinds else 2 if none_ahead(p) else 1,
         bias=BIAS_ELEMENTS.index(biased) if biased in BIAS_ELEMENTS else 0,
-        bias_keys=min(step, 2),
+        bias_keys=min(steps[3], 2),
+        bias_rows=steps[2] > 0,
+        bias_pairs=steps[3] == 1 and not any(step % 2 for step in steps[:3]),
         split=plan.split_kv > 0,
     )
 
@@ -152,12 +160,17 @@ def added(p: Problem) -> bool:
     return any(term.kind in ("alibi", "bias") for term in p.scores)
 
 
-def bias_of(p: Problem) -> tuple[torch.dtype | None, int]:
-    """The bias's element, None if there is no bias, and its step from one key to the next."""
+def none_ahead(p: Problem) -> bool:
+    """Whether every key that a query sees lies behind it, or beside it, as ALiBi counts distances."""
+    return any(isinstance(term, Bounds) and (term.right, term.align) == (0, "bottom-right") for term in p.mask)
+
+
+def bias_of(p: Problem) -> tuple[torch.dtype | None, tuple[int, int, int, int]]:
+    """The bias's element, None if there is no bias, and its strides along batch, head, query and key."""
     for term in p.scores:
         if term.kind == "bias" and term.operand:
-            return term.operand.dtype, broadcast_strides(term.operand)[3]
-    return None, 0
+            return term.operand.dtype, broadcast_strides(term.operand)
+    return None, (0, 0, 0, 0)
 
 
 def broadcast_strides(operand: OperandSpec) -> tuple[int, int, int, int]:

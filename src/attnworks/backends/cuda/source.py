@@ -21,10 +21,14 @@ BIAS_ELEMENTS = (None, torch.float32, torch.bfloat16, torch.float16)  # by the n
 
 @dataclass(frozen=True)
 class Variant:
-    """What a forward kernel is compiled for. ``head_dim`` is rounded up to 16, ``head_dim_v`` to 32: columns beyond the
-    tensors' own arrive as 0; ``partial_v``: there are such in V. ``modifier``: see scores.cuh. ``mapped``: the
-    mask is a tile map. ``bias``: 0 for none, else its element, of ``BIAS_ELEMENTS``; ``bias_keys``: its step from one
-    key to the next, 2 for any but 0 and 1. ``split``: results are those of parts of the keys, in fp32."""
+    """What a forward kernel is compiled for.
+
+    ``head_dim`` is rounded up to 16, ``head_dim_v`` to 32: columns beyond the tensors' own arrive as 0; ``partial_v``:
+    there are such in V. ``modifier``: see scores.cuh. ``mapped``: the mask is a tile map. ``alibi``: 2 where no key that
+    is seen lies ahead of its row, else 1. ``bias``: 0 for none, else its element, of ``BIAS_ELEMENTS``; ``bias_keys``:
+    its step from one key to the next, 2 for any but 0 and 1; ``bias_rows``: rows differ; ``bias_pairs``: two neighbours
+    are read at once. ``split``: results are those of parts of the keys, in fp32.
+    """
 
     bf16: bool
     head_dim: int
@@ -39,9 +43,11 @@ class Variant:
     modifier: int = 0
     sink: bool = False
     mapped: bool = False
-    alibi: bool = False
+    alibi: int = 0
     bias: int = 0
     bias_keys: int = 0
+    bias_rows: bool = False
+    bias_pairs: bool = False
     split: bool = False
 
     @property
@@ -65,7 +71,7 @@ class Variant:
     @property
     def extended(self) -> bool:
         """Whether the kernel has parameters that a plain one has not."""
-        return self.mapped or self.alibi or self.bias > 0 or self.split
+        return self.mapped or self.alibi > 0 or self.bias > 0 or self.split
 
     @property
     def registers(self) -> tuple[int, int]:
