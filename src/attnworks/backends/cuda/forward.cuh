@@ -138,7 +138,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   Diagonals d;
   Span span = {0, 1};
   Place to, owed_to = {};
-  bool owed = false;  // O holds the results of the tile of rows before, which belong at owed_to
+  bool owed = false, anew = false;  // O holds the results of the tile of rows before, which belong at owed_to; held them
   Added added = {};
   Bits bits = {};
   int turn = 0, row = 0, tile = 0;
@@ -159,11 +159,11 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       wgmma_qk(S, q_tile + (i / 4) * (Q_CHUNK >> 4) + (i % 4) * 2, b + (i / 4) * (KV_CHUNK >> 4) + (i % 4) * 2, i != 0);
     wgmma_commit();
   };
-  // O += P V, begun. Results that are owed leave their registers first, while the tensor cores still work on S.
-  auto accumulate = [&](bool pass_turn) {
-    const bool anew = LATE_STORE && owed;
-    if (__builtin_expect(anew, false)) store(O, rows, p, owed_to, lane), owed = false;
-    wait_v();
+  auto settle = [&] {  // results that are owed leave their registers, while the tensor cores still work on S
+    anew = LATE_STORE && owed, owed = false;
+    if (__builtin_expect(anew, false)) store(O, rows, p, owed_to, lane);
+  };
+  auto accumulate = [&](bool pass_turn) {  // O += P V, begun; O = P V after results that left late
     const u64 b = v_tiles + v_ring.stage * (V_BYTES >> 4);
     wgmma_fence();
 #pragma unroll
@@ -240,6 +240,8 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     await_turn();
     pin(S), pin(O), pin(P);
     scores();
+    settle();
+    wait_v();
     accumulate(true);
     wgmma_wait<1>();  // S is there
     pin(S);
@@ -298,6 +300,8 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       await_turn();
       pin(S), pin(O), pin(P);
       scores();
+      settle();
+      wait_v();
       accumulate(true);
       finish(rows, to, sink, lane);
       wgmma_wait<1>();
@@ -315,6 +319,8 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       begin_rows();
       if (tile > first_tile()) wait_k();
     } else {
+      settle();
+      wait_v();
       pin(O), pin(P);
       accumulate(false);
       finish(rows, to, sink, lane);
