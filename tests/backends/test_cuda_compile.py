@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -228,3 +229,16 @@ def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_parts_are_data_of_the_package() -> None:
     assert {path.name for path in Path(cuda.__file__).parent.glob("*.cuh")} == {*PARTS, *MERGE_PARTS}
+
+
+def test_the_parts_are_in_the_wheel(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core.build", reason="what builds wheels is not installed")
+    root = Path(__file__).parents[2]
+    script = (
+        "import sys; from scikit_build_core.build import build_wheel; "
+        "build_wheel(sys.argv[1], {'wheel.cmake': 'false', 'build-dir': sys.argv[1] + '/build'})"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=root, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    held = {Path(name).name for name in ZipFile(wheel).namelist() if "/backends/cuda/" in name}
+    assert {*PARTS, *MERGE_PARTS} <= held

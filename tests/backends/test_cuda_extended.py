@@ -126,6 +126,24 @@ def test_a_bias_is_read_where_it_lies(shape: str, dtype: torch.dtype) -> None:
     assert built.bias_pairs == (shape[-1] == "k" and strides_even)
 
 
+def test_odd_strides_are_read_one_by_one() -> None:
+    even, odd = (
+        torch.randn(1, HEADS, SEQ_Q, SEQ_KV + 2)[..., :SEQ_KV],
+        torch.randn(1, 1, SEQ_Q, SEQ_KV + 1)[..., :SEQ_KV],
+    )
+    for bias, pairs in ((even, True), (odd, False)):
+        p = problem(None, (Bias(bias),))
+        assert plans.variant(p, plans.plan_for(p)).bias_pairs == pairs
+
+
+@pytest.mark.parametrize(("mask", "alibi"), [
+    (None, 1), (Causal(), 2), (Causal("top-left"), 1), (Window(5, 0), 2), (Window(5, 3), 1), (Causal() & document, 2),
+])  # fmt: skip
+def test_slopes_are_linear_where_no_key_lies_ahead(mask: object, alibi: int) -> None:
+    p = problem(mask, (ALiBi(torch.ones(HEADS)),))
+    assert plans.variant(p, plans.plan_for(p)).alibi == alibi
+
+
 def test_a_transposed_bias_has_a_step_between_keys() -> None:
     bias = torch.randn(SEQ_KV, SEQ_Q).t()
     p = problem(None, (Bias(bias),))

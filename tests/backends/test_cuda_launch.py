@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnworks import Causal, Sink, masks, scores
+from attnworks import Bias, Causal, Sink, masks, scores
 from attnworks.backends import cuda
 from attnworks.backends.cuda import counters, driver, launch, maps, plans, split
 from attnworks.problem import Operands, Problem, packed_strides, strides_of
@@ -270,6 +270,21 @@ def test_a_launch_is_given_this_call_s_addresses(library: Library) -> None:
     assert (config.block_x, config.block_y, config.block_z) == (built.threads, 1, 1)
     assert (config.shared_bytes, config.attributes, config.attribute_count) == (built.shared_bytes, None, 0)
     assert seen.extra is None
+
+
+def test_a_bias_that_begins_between_pairs_is_read_by_a_kernel_of_its_own(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr(launch, "cubin", lambda text: texts.append(text) or b"code")
+    q, k, v = (randn(1, 2, 300, 64) for _ in range(3))
+    wide = randn(300, 302)
+    run = forward(dense(q, k, v, scores=scores.split((Bias(wide[:, :300]),))[0]))
+    for first, pairs in ((0, [1]), (2, [1]), (1, [1, 0]), (1, [1, 0])):
+        bias = wide[:, first : first + 300]
+        run(Operands(q, k, v, scores=(bias,)))
+        assert [int(re.search(r"BIAS_PAIRS (\d)", text).group(1)) for text in texts] == pairs
+        assert library.launched[-1].params.bias == bias.data_ptr()
 
 
 def test_lse_that_was_not_asked_for_is_null(library: Library) -> None:

@@ -6,7 +6,19 @@ import pytest
 import torch
 
 import gpu_worker
-from attnworks import ALiBi, Bias, Causal, Plan, Sink, Softcap, UnsupportedError, Window, attention, attention_varlen
+from attnworks import (
+    ALiBi,
+    Bias,
+    Causal,
+    Plan,
+    Sink,
+    Softcap,
+    UnsupportedError,
+    Window,
+    attention,
+    attention_varlen,
+    explain,
+)
 from attnworks.backends import cuda
 from attnworks.workbench import catalogue, properties
 from gpu_guarded import guarded
@@ -38,8 +50,6 @@ def qkv(batch=2, heads=4, seq=300, dim=128, dtype=torch.bfloat16):
 
 
 def test_auto_takes_it_and_goes_on_to_triton_where_it_refuses():
-    from attnworks import explain
-
     q, k, v = qkv()
     assert explain(q, k, v).backend == "cuda"
     assert explain(q.float(), k.float(), v.float()).backend == "triton"
@@ -272,3 +282,31 @@ def test_no_byte_outside_of_a_bias_is_touched(at_end):
         expected = attention(q, k, v, scores=(Bias(bias),), backend="cuda")
         assert torch.equal(attention(q, k, v, scores=(Bias(guarded(bias, at_end)),), backend="cuda"), expected)
     torch.cuda.synchronize()
+
+
+def test_a_bias_at_an_odd_address_is_read_in_place():
+    q, k, v = qkv()
+    wide = randn(300, 302)
+    for first in (0, 1):
+        bias = wide[:, first : first + 300]
+        found = attention(q, k, v, scores=(Bias(bias),), backend="cuda")
+        assert torch.equal(found, attention(q, k, v, scores=(Bias(bias.contiguous()),), backend="cuda"))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 256), (40, 72)])
+@pytest.mark.parametrize("mask", [None, Causal(), Window(700, 20)], ids=["full", "causal", "window"])
+def test_parts_of_the_keys_are_merged(dims, mask):
+    """Few tiles of rows; among the parts are some in which a tile of rows sees no key."""
+    sink = torch.tensor([0.5, 30.0, -100.0, 3.0], device="cuda")
+    for seq_q, seq_kv in ((1, 5000), (300, 4500), (1500, 1400)):
+        q, k, v = randn(1, 4, seq_q, dims[0]), randn(1, 2, seq_kv, dims[0]), randn(1, 2, seq_kv, dims[1])
+        for scores in ((), (Sink(sink),)):
+            split = explain(q, k, v, mask=mask, scores=scores, backend="cuda").plan
+            assert split.schedule == "split_kv"
+            found = attention(q, k, v, mask=mask, scores=scores, return_lse=True, backend="cuda")
+            wanted = attention(q, k, v, mask=mask, scores=scores, return_lse=True, backend="triton")
+            assert_close(found[0], wanted[0])
+            torch.testing.assert_close(found[1], wanted[1], atol=1e-3, rtol=1e-4)
+            assert torch.equal(attention(q, k, v, mask=mask, scores=scores, backend="cuda"), found[0])
+            two = [torch.cat((torch.randn_like(x), x)) for x in (q, k, v)]
+            assert torch.equal(attention(*two, mask=mask, scores=scores, plan=split)[1:], found[0]), "beside another"

@@ -24,10 +24,10 @@ class Variant:
     """What a forward kernel is compiled for.
 
     ``head_dim`` is rounded up to 16, ``head_dim_v`` to 32: columns beyond the tensors' own arrive as 0; ``partial_v``:
-    there are such in V. ``modifier``: see scores.cuh. ``mapped``: the mask is a tile map. ``alibi``: 2 where no key that
-    is seen lies ahead of its row, else 1. ``bias``: 0 for none, else its element, of ``BIAS_ELEMENTS``; ``bias_keys``:
-    its step from one key to the next, 2 for any but 0 and 1; ``bias_rows``: rows differ; ``bias_pairs``: two neighbours
-    are read at once. ``split``: results are those of parts of the keys, in fp32.
+    there are such in V. ``modifier``: see scores.cuh. ``mapped``: the mask is a tile map. ``alibi``: 2 where no key
+    that is seen lies ahead of its row, else 1. ``bias``: 0 for none, else its element, of ``BIAS_ELEMENTS``;
+    ``bias_keys``: its step from one key to the next, 2 for any but 0 and 1; ``bias_rows``: rows differ; ``bias_pairs``:
+    two neighbours are read at once. ``split``: results are those of parts of the keys, in fp32.
     """
 
     bf16: bool
