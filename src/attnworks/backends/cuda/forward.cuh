@@ -160,7 +160,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     wgmma_commit();
   };
   auto settle = [&] {  // results that are owed leave their registers, while the tensor cores still work on S
-    anew = LATE_STORE && owed, owed = false;
+    anew = owed, owed = false;
     if (__builtin_expect(anew, false)) store(O, rows, p, owed_to, lane);
   };
   auto accumulate = [&](bool pass_turn) {  // O += P V, begun; O = P V after results that left late
@@ -168,7 +168,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < TILE_KV / 16; i++)
-      wgmma_pv(O, P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3], b + i * (16 * 128 >> 4), i > 0 || !anew);
+      wgmma_pv(O, P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3], b + i * (16 * 128 >> 4), i > 0 || !LATE_STORE || !anew);
     if (PINGPONG && pass_turn) named_arrive(2 + (group ^ 1), 256);  // the other group may issue its products
     wgmma_commit();
   };
@@ -240,7 +240,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     await_turn();
     pin(S), pin(O), pin(P);
     scores();
-    settle();
+    if (LATE_STORE) settle();
     wait_v();
     accumulate(true);
     wgmma_wait<1>();  // S is there
@@ -300,7 +300,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       await_turn();
       pin(S), pin(O), pin(P);
       scores();
-      settle();
+      if (LATE_STORE) settle();
       wait_v();
       accumulate(true);
       finish(rows, to, sink, lane);
@@ -315,11 +315,12 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       if (LATE_STORE)
         owed = true, owed_to = to;
       else
-        store(O, rows, p, to, lane), clear();
+        store(O, rows, p, to, lane);
       begin_rows();
+      if (!LATE_STORE) clear();
       if (tile > first_tile()) wait_k();
     } else {
-      settle();
+      if (LATE_STORE) settle();
       wait_v();
       pin(O), pin(P);
       accumulate(false);
