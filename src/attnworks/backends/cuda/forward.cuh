@@ -137,8 +137,11 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   Work w;
   Diagonals d;
   Span span = {0, 1};
-  Place to, owed_to = {};
-  bool owed = false, anew = false;  // O holds the results of the tile of rows before, which belong at owed_to; held them
+  Place to;
+#if LATE_STORE
+  Place owed_to = {};
+  bool owed = false;  // O holds the results of the tile of rows before, which belong there
+#endif
   Added added = {};
   Bits bits = {};
   int turn = 0, row = 0, tile = 0;
@@ -159,16 +162,18 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       wgmma_qk(S, q_tile + (i / 4) * (Q_CHUNK >> 4) + (i % 4) * 2, b + (i / 4) * (KV_CHUNK >> 4) + (i % 4) * 2, i != 0);
     wgmma_commit();
   };
-  auto settle = [&] {  // results that are owed leave their registers, while the tensor cores still work on S
-    anew = owed, owed = false;
-    if (__builtin_expect(anew, false)) store(O, rows, p, owed_to, lane);
-  };
-  auto accumulate = [&](bool pass_turn) {  // O += P V, begun; O = P V after results that left late
+  auto accumulate = [&](bool pass_turn) {  // O += P V, begun
+#if LATE_STORE  // results that are owed leave their registers first, while the tensor cores still work on S
+    const bool anew = owed;
+    if (__builtin_expect(owed, false)) store(O, rows, p, owed_to, lane), owed = false;
+#else
+    const bool anew = false;
+#endif
     const u64 b = v_tiles + v_ring.stage * (V_BYTES >> 4);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < TILE_KV / 16; i++)
-      wgmma_pv(O, P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3], b + i * (16 * 128 >> 4), i > 0 || !LATE_STORE || !anew);
+      wgmma_pv(O, P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3], b + i * (16 * 128 >> 4), i > 0 || !anew);
     if (PINGPONG && pass_turn) named_arrive(2 + (group ^ 1), 256);  // the other group may issue its products
     wgmma_commit();
   };
@@ -240,7 +245,6 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     await_turn();
     pin(S), pin(O), pin(P);
     scores();
-    if (LATE_STORE) settle();
     wait_v();
     accumulate(true);
     wgmma_wait<1>();  // S is there
@@ -300,7 +304,6 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       await_turn();
       pin(S), pin(O), pin(P);
       scores();
-      if (LATE_STORE) settle();
       wait_v();
       accumulate(true);
       finish(rows, to, sink, lane);
@@ -312,15 +315,16 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       pin(O), pin(P);
       done_with_v();
       to_operand(P, S);
-      if (LATE_STORE)
-        owed = true, owed_to = to;
-      else
-        store(O, rows, p, to, lane);
+#if LATE_STORE
+      owed = true, owed_to = to;
       begin_rows();
-      if (!LATE_STORE) clear();
+#else
+      store(O, rows, p, to, lane);
+      begin_rows();
+      clear();
+#endif
       if (tile > first_tile()) wait_k();
     } else {
-      if (LATE_STORE) settle();
       wait_v();
       pin(O), pin(P);
       accumulate(false);
