@@ -82,8 +82,10 @@ def test_the_example_is_the_softmax_of_its_row():
 
 def test_long_sequences_stay_small_and_too_many_tiles_are_refused():
     long = problem(4096, 4096, heads_q=32, heads_kv=8, mask=Causal())
-    text = flow.render(flow.story(long, tiled(schedules.FORWARD, 64, 64)))
+    told = flow.story(long, tiled(schedules.FORWARD, 64, 64))
+    text = flow.render(told)
     assert len(text) < 1_000_000
+    assert all(len(one["runs"]) <= 4 * 64 * len(one["passes"]) for one in told["schedules"]), "a run to a row, or two"
     assert not re.search(r'(src|href)="(?!data:)|https?://(?!www.w3.org/2000/svg)', text), "it needs nothing else"
     with pytest.raises(ValueError, match=r"tile_q: was 16, which makes 256 tiles .* at least 32"):
         flow.story(long, tiled(schedules.FORWARD, 16, 64))

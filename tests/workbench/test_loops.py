@@ -157,6 +157,7 @@ PLANS = [
     Plan("triton", "kv_outer", 16, 16),
     Plan("triton", "standard", 16, 16),
     Plan("triton", "split_kv", 16, 16, 16),
+    Plan("cuda", "split_kv", 128, 16, 32),
     Plan("cpu", "tiled", 24, 16),
     Plan("cpu", "split_kv", split_kv=256),
 ]
@@ -184,6 +185,14 @@ def test_splits_write_partial_results_and_read_them():
     assert found["state"] == bill.state == 2 * 6 * 4 * (4 + 1) * 4
     assert found["kv"] == bill.kv
     assert found["q"] == 4 * bill.q, "each of four programs reads Q"
+
+
+def test_a_plan_that_visits_all_tiles_moves_and_computes_as_without_a_mask():
+    plan = Plan("triton", "q_outer", 16, 16, visit_all=True)
+    p, free = problem(64, 64, mask=Causal()), problem(64, 64)
+    schedule = schedules.of_plan(p, plan)
+    assert walked(p, schedule) == counted(p, schedule) == counted(free, schedules.of_plan(free, plan))
+    assert loops.executed_flops(p, schedule) == free.flops()
 
 
 def test_a_group_as_rows_of_one_tile_reads_its_keys_once():

@@ -196,8 +196,10 @@ NAMES = (*FORWARD, *BACKENDS)
 def of_plan(p: Problem, plan: Plan) -> Schedule:
     """What a backend's forward plan moves. Raises ``ValueError`` for a schedule that is not described here."""
     name = {"tiled": "q_outer", "eager": "standard"}.get(plan.schedule, plan.schedule)
-    made = Schedule(f"{plan.backend} {plan.schedule}", _forward_passes(p, plan, name), plan.tile_q or 64,
-                    plan.tile_kv or 64, plan.split_kv)  # fmt: skip
+    passes = _forward_passes(p, plan, name)
+    if plan.visit_all:
+        passes = tuple(replace(one, skips=False) for one in passes)
+    made = Schedule(f"{plan.backend} {plan.schedule}", passes, plan.tile_q or 64, plan.tile_kv or 64, plan.split_kv)
     return _with_operands(p, made)
 
 
@@ -209,11 +211,12 @@ def _forward_passes(p: Problem, plan: Plan, name: str) -> tuple[Pass, ...]:
     if name == "grouped":
         return (replace(body, leaves=leaves, streams=body.streams + pages, together=True),)
     if name == "split_kv":
-        whole = replace(body, leaves=leaves, streams=body.streams + pages, together=True, splits=True)
+        together = plan.backend != "cuda"
+        whole = replace(body, leaves=leaves, streams=body.streams + pages, together=together, splits=True)
         if not plan.split_kv or p.seq_kv <= plan.split_kv:
             return (whole,)
-        parts = Pass("merge", outer="q", keeps=("part",), together=True, splits=True)
-        return replace(whole, leaves=("part",)), parts, Pass("merge", outer="q", leaves=leaves, together=True)
+        parts = Pass("merge", outer="q", keeps=("part",), together=together, splits=True)
+        return replace(whole, leaves=("part",)), parts, Pass("merge", outer="q", leaves=leaves, together=together)
     if name == "kv_outer":
         begin, main = KV_OUTER.passes
         running = ("acc", "m", "l")  # O in fp32, which a last pass rounds
@@ -318,7 +321,7 @@ def plan_on(p: Problem, backend: str, hardware: Hardware) -> Plan:
 
         if p.form == "decode" or hardware.capability not in (CAPABILITY, None):
             raise ValueError(f"backend: 'cuda' runs no caches, and nothing but compute capability {CAPABILITY}")
-        found = [cuda_plans.plan_for(p)]
+        found = [cuda_plans.plan_for(p, hardware.units)]
     if not found:
         raise ValueError(f"backend: {backend!r} has no plan that fits {hardware.name}")
     return found[0]
