@@ -138,6 +138,10 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   Diagonals d;
   Span span = {0, 1};
   Place to;
+#if LATE_STORE
+  Place owed_to = {};
+  bool owed = false;  // O holds the results of the tile of rows before, which belong there
+#endif
   Added added = {};
   Bits bits = {};
   int turn = 0, row = 0, tile = 0;
@@ -159,11 +163,17 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     wgmma_commit();
   };
   auto accumulate = [&](bool pass_turn) {  // O += P V, begun
+#if LATE_STORE  // results that are owed leave their registers first, while the tensor cores still work on S
+    const bool anew = owed;
+    if (__builtin_expect(owed, false)) store(O, rows, p, owed_to, lane), owed = false;
+#else
+    const bool anew = false;
+#endif
     const u64 b = v_tiles + v_ring.stage * (V_BYTES >> 4);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < TILE_KV / 16; i++)
-      wgmma_pv(O, P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3], b + i * (16 * 128 >> 4), 1);
+      wgmma_pv(O, P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3], b + i * (16 * 128 >> 4), i > 0 || !anew);
     if (PINGPONG && pass_turn) named_arrive(2 + (group ^ 1), 256);  // the other group may issue its products
     wgmma_commit();
   };
@@ -212,6 +222,8 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   auto begin_rows = [&] {
     to = place_of(p, w, row, lane);
     if (SINK) sink = p.sink[w.head];
+  };
+  auto clear = [&] {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM_V / 2; i++) O[i] = 0;
   };
@@ -220,10 +232,10 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     bits = bits_of(p, span, tile, row - w.row, lane);
 #endif
   };
-  auto first_probs = [&] {  // the tile that holds the last visible key: always masked
+  auto first_probs = [&] {  // the tile that holds the last visible key, which without a mask all rows may see whole
     score(S, p);
     add<true>(S, p, added, tile, w.keys, lane);
-    mask(S, bits, row, tile * TILE_KV, w.keys, d, lane);
+    if (LEFT || RIGHT || MAPPED || w.keys % TILE_KV) mask(S, bits, row, tile * TILE_KV, w.keys, d, lane);
     softmax<true>(S, rows, p.factor);
   };
   auto step = [&](bool masked) {  // S of the next KV tile and P V of this one in flight together
@@ -262,6 +274,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   pin(S);
   scores();
   begin_rows();
+  clear();
   wgmma_wait<0>();
   pin(S);
   done_with_k();
@@ -302,8 +315,14 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       pin(O), pin(P);
       done_with_v();
       to_operand(P, S);
+#if LATE_STORE
+      owed = true, owed_to = to;
+      begin_rows();
+#else
       store(O, rows, p, to, lane);
       begin_rows();
+      clear();
+#endif
       if (tile > first_tile()) wait_k();
     } else {
       wait_v();
