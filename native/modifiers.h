@@ -71,8 +71,8 @@ ATTNWORKS_INLINE void bias_row(const T* bias, int64_t stride, int64_t count, flo
 }
 
 // The steps on scores[0, count) of one query, whose keys are [key, key + count); whole vectors, so up to W - 1 scores more may change.
-// `shift` as in Bounds. slopes: null, or room for the derivatives: of the n-th softcap among the steps from slopes + n * slope_stride on.
-ATTNWORKS_INLINE void apply_steps(const Modifiers& m, const HeadModifiers& head, int64_t query, int64_t shift, int64_t key, int64_t count,
+// `ahead`: by how many keys query 0's own place, for ALiBi, is ahead of key 0: seq_kv - seq_q, whatever the mask's alignment. slopes: null, or room for the derivatives: of the n-th softcap among the steps from slopes + n * slope_stride on.
+ATTNWORKS_INLINE void apply_steps(const Modifiers& m, const HeadModifiers& head, int64_t query, int64_t ahead, int64_t key, int64_t count,
                                   float* scores, float* slopes = nullptr, int64_t slope_stride = 0) {
   for (int64_t n = 0; n < m.count; n++) {
     const ScoreStep& step = m.steps[n];
@@ -80,7 +80,7 @@ ATTNWORKS_INLINE void apply_steps(const Modifiers& m, const HeadModifiers& head,
       softcap_row(step.cap, count, scores, slopes);
       if (slopes) slopes += slope_stride;
     } else if (step.kind == StepKind::alibi) {
-      alibi_row(head.steps[n].slope, query + shift - key, count, scores);
+      alibi_row(head.steps[n].slope, query + ahead - key, count, scores);
     } else {
       const int64_t offset = query * step.row + key * step.key;
       if (step.dtype == DType::float32) bias_row((const float*)head.steps[n].data + offset, step.key, count, scores);

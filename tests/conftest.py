@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 # Before torch loads OpenMP: threads that wait must sleep, not spin, or tests on a busy machine take five times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# What commands measure in tests is no part of anybody's history.
+os.environ["ATTNWORKS_DB"] = os.path.join(tempfile.mkdtemp(prefix="attnworks-tests-"), "history.db")
+# Nor do a developer's own tuned plans decide what they run.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="attnworks-tests-")
 
 import pytest
 import torch

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +15,10 @@ from torch import Tensor
 
 from attnworks import Causal, Plan, Window, attention
 from attnworks.problem import Problem
-from attnworks.workbench import ceilings, quick_check
+from attnworks.workbench import bench, ceilings, entrants, quick_check
 from attnworks.workbench.bench import Protocol, measure
 from attnworks.workbench.memory import peak_extra
+from attnworks.workbench.meters import Timed
 from attnworks.workbench.providers import (
     Attnworks,
     Bound,
@@ -113,13 +116,14 @@ def test_rounds_share_inputs_and_draw_their_order(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ceilings.Caches, "flush", lambda self: flushes.append(1))
     names = ("a", "b", "c")
     measure(problem(), [Spy(name, calls) for name in names], replace(SHORT, runs=20, fewest_runs=20))
-    timed = calls[-3 * 20 :]
+    seen = calls[: -3 * entrants.UNSEEN]
+    timed = seen[-3 * 20 :]
     rounds = [timed[i : i + 3] for i in range(0, len(timed), 3)]
     assert all(sorted(name for name, _ in one) == list(names) for one in rounds)
     assert all(len({inputs for _, inputs in one}) == 1 for one in rounds)
     assert len({tuple(name for name, _ in one) for one in rounds}) > 1, "always the same order"
     assert len({inputs for _, inputs in timed}) > 1, "always the same inputs"
-    assert len(flushes) == 3 * 20, "a flush before every run"
+    assert len(flushes) == 3 * (20 + entrants.UNSEEN), "a flush before every run"
 
 
 def test_inputs_are_random_and_new() -> None:
@@ -175,14 +179,50 @@ def test_the_thread_count_is_given_back() -> None:
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize("wrong", [{"fewest_runs": 0}, {"runs": 3, "fewest_runs": 5}, {"threads": 0}])
+class Noisy:
+    """A meter of a kernel and one ``ratio`` times as slow, with so much noise; nothing runs."""
+
+    def __init__(self, noise: float, ratio: float = 1.0) -> None:
+        self.rng, self.noise, self.ratio = random.Random(0), noise, ratio
+        self.calls: list[int] = []
+
+    def rounds(self, entries: Any, rounds: int, *_: Any) -> Timed:
+        self.calls.append(rounds)
+        times = {name: [ratio * math.exp(self.rng.gauss(0, self.noise)) for _ in range(rounds)]
+                 for name, ratio in (("a", 1.0), ("b", self.ratio))}  # fmt: skip
+        return Timed(times, {}, {}, {}, {"samples": len(self.calls)}, "made up")
+
+
+def timed_by(meter: Noisy, **protocol: Any) -> Timed:
+    usual = {"runs": 50, "most_runs": 400, "budget_seconds": 1e9}
+    return bench._timed([], meter, Protocol(**usual | protocol), 50, 0, lambda *_: None)  # type: ignore[arg-type]
+
+
+def test_close_races_get_more_runs_until_they_are_precise() -> None:
+    assert timed_by(Noisy(0.02)).rounds == 50
+    long = timed_by(noisy := Noisy(0.06))
+    assert noisy.calls == [50, 50, 100] and long.rounds == 200
+    assert long.state == {"samples": 3}, "the newest"
+    assert timed_by(Noisy(0.5)).rounds == 400, "no more than most_runs"
+    assert timed_by(Noisy(0.5), most_runs=None).rounds == 50
+    assert timed_by(Noisy(0.5), budget_seconds=0).rounds == 50
+    assert timed_by(Noisy(0.06, ratio=2)).rounds == 50, "far from 1"
+
+
+@pytest.mark.parametrize("wrong", [{"most_runs": 3}, {"fewest_runs": 0}, {"runs": 3, "fewest_runs": 5}, {"threads": 0}])
 def test_a_protocol_that_makes_no_sense_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must"):
         Protocol(**wrong)
 
 
-def test_only_the_cpu_is_measured() -> None:
-    with pytest.raises(ValueError, match="CPU"):
+def test_two_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="'a' twice"):
+        measure(problem(), [Spy("a", []), Spy("b", []), Spy("a", [])], SHORT)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_here_is_not_measured() -> None:
+    with pytest.raises(ValueError, match="no GPU here"):
         measure(replace(problem(), device="cuda:0"), [Attnworks()], SHORT)
 
 
@@ -229,6 +269,13 @@ def test_every_competitor_gives_what_it_says_it_does(name: str, described: Probl
     assert found.passed, found
     assert provider.form(described)
     assert label(name) != ""
+
+
+def test_kernels_of_gpus_say_so_on_a_cpu() -> None:
+    for name in ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flash-attn-3", "flash-attn-4"):
+        provider = by_name(name)
+        assert "GPU" in provider.refuses(problem()) and provider.name == name
+        assert provider.form(problem()) and label(name) != name
 
 
 def test_nobody_is_unknown_quietly() -> None:

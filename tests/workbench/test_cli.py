@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -212,11 +213,38 @@ def test_bench_gives_records_and_ratios(tmp_path: Any) -> None:
     assert [record["provider"] for record in result["records"]] == ["attnworks", "sdpa", "standard"]
     assert set(result["ratios"]) == {"attnworks/sdpa", "attnworks/standard"}
     assert len(path.read_text().splitlines()) == 3
-    text = run("bench", *TINY, "--providers", "attnworks,sdpa,sdpa-grouped").stdout
+    text = run("bench", *TINY, "--providers", "attnworks,sdpa,sdpa-grouped", "--no-history").stdout
     assert "torch SDPA" in text
     assert "F.scaled_dot_product_attention(q, k, v)" in text
     assert "5 runs instead of" not in text
     assert "no shared KV heads" in text
+
+
+@pytest.mark.usefixtures("small_flush")
+def test_bench_keeps_its_records_and_history_lists_them(tmp_path: Path) -> None:
+    db, lines = ("--db", str(tmp_path / "history.db")), tmp_path / "records.jsonl"
+    run("bench", *TINY, *db, "--save", str(lines))
+    run("bench", *TINY, *db, "--no-history")
+    assert len(run_json("history", *db)["records"]) == 3
+    chosen = run_json("history", "provider=sdpa,seq_q=24", *db, "--import", str(lines))["records"]
+    assert [record["provider"] for record in chosen.values()] == ["sdpa"]
+    text = run("history", *db).stdout
+    assert "dense 1x2/2x24x24x64 float32" in text
+    assert "torch SDPA" in text
+    assert "seq=3" in run("history", "seq=3", *db).output
+
+
+@pytest.mark.usefixtures("small_flush")
+def test_bench_prints_its_numbers_where_no_history_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setattr("attnworks.workbench.history.default_path", lambda: blocked / "history.db")
+    monkeypatch.delenv("ATTNWORKS_DB")
+    result = run("bench", *TINY)
+    assert result.exit_code == 0
+    assert "not kept in the history" in result.stderr
+    assert "torch SDPA" in result.stdout
+    assert run("bench", *TINY, "--db", str(blocked / "history.db")).exit_code == 1
 
 
 @pytest.mark.usefixtures("small_flush")
@@ -232,7 +260,7 @@ def test_bench_of_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         return Zeros()
 
     monkeypatch.setattr(module, "by_name", wrong)
-    result = run("bench", *TINY)
+    result = run("bench", *TINY, "--providers", "sdpa")
     assert result.exit_code == 1
     assert "not benchmarked" in result.stdout
 

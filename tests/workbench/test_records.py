@@ -31,12 +31,31 @@ def test_json_holds_the_derived_numbers() -> None:
 
 
 def test_another_schema_and_missing_fields_are_refused() -> None:
-    with pytest.raises(ValueError, match="schema"):
-        Record.from_json(RECORD.to_json() | {"schema": 0})
+    for schema in (0, records.SCHEMA + 1, None):
+        with pytest.raises(ValueError, match="schema"):
+            Record.from_json(RECORD.to_json() | {"schema": schema})
     values = RECORD.to_json()
     del values["seconds"]
     with pytest.raises(ValueError, match="seconds"):
         Record.from_json(values)
+
+
+def test_records_of_the_first_schema_are_read() -> None:
+    first = RECORD.to_json() | {"schema": 1}
+    for name in ("host_seconds", "state", "profile", "host_median", "host_bound", "measured_bytes"):
+        del first[name]
+    assert Record.from_json(first) == RECORD
+
+
+def test_the_host_is_the_limit_where_it_takes_longer_than_the_device() -> None:
+    assert RECORD.host_median is None and not RECORD.host_bound
+    assert replace(RECORD, host_seconds=(0.3, 0.2, 0.3)).host_bound
+    assert not replace(RECORD, host_seconds=(0.1, 0.2, 0.3)).host_bound
+
+
+def test_measured_bytes_come_from_the_profile() -> None:
+    assert RECORD.measured_bytes is None
+    assert replace(RECORD, profile={"dram_bytes": 7}).to_json()["measured_bytes"] == 7
 
 
 def test_rounds_are_paired_only_inside_a_session() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnworks.workbench import statistics
-from attnworks.workbench.statistics import Ratio, ratio
+from attnworks.workbench.statistics import Ratio, ratio, ratio_of_sessions
 
 
 def times(rng: np.random.Generator, median: float, noise: float, count: int = 50) -> np.ndarray:
@@ -68,3 +68,38 @@ def test_tiny_differences_are_not_claimed() -> None:
 def test_runs_that_do_not_pair_are_refused(own: list[float], other: list[float]) -> None:
     with pytest.raises(ValueError, match="runs"):
         ratio(own, other, paired=True)
+
+
+# ---- sessions --------------------------------------------------------------------------------------------------------
+
+
+def sessions(rng: np.random.Generator, median: float, drift: float, count: int) -> list[np.ndarray]:
+    """Each session is slower or faster as a whole by ``drift``, the runs inside hardly differ."""
+    return [times(rng, median * float(np.exp(drift * rng.standard_normal())), 0.002) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_sessions_of_the_same_kernel_are_hardly_ever_called_different(count: int) -> None:
+    rng = np.random.default_rng(5)
+    tried = [ratio_of_sessions(sessions(rng, 1, 0.03, count), sessions(rng, 1, 0.03, count)) for _ in range(40)]
+    assert [one.verdict for one in tried].count("undecided") >= 39
+    of_runs = [ratio(sessions(rng, 1, 0.03, 1)[0], sessions(rng, 1, 0.03, 1)[0], paired=False) for _ in range(40)]
+    assert [one.verdict for one in of_runs].count("undecided") < 30, "what the runs alone would have claimed"
+
+
+def test_a_slower_kernel_is_found_across_sessions() -> None:
+    rng = np.random.default_rng(6)
+    found = ratio_of_sessions(sessions(rng, 1, 0.01, 5), sessions(rng, 1.2, 0.01, 5))
+    assert found.verdict == "faster" and found.low < 1.2 < found.high
+
+
+def test_few_sessions_must_differ_by_more() -> None:
+    rng = np.random.default_rng(7)
+    one, near, far = (sessions(rng, median, 0, 1) for median in (1, 1.03, 1.1))
+    assert ratio_of_sessions(one, near).verdict == "undecided"
+    assert ratio_of_sessions(one, far).verdict == "faster"
+
+
+def test_sessions_without_any_noise_have_no_interval() -> None:
+    found = ratio_of_sessions([[2.0] * 5] * 3, [[3.0] * 5] * 3)
+    assert found.low == found.value == found.high == pytest.approx(1.5)

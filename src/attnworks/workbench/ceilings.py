@@ -1,4 +1,4 @@
-"""The machine's ceilings, measured: bytes read per second and multiply-adds per second; and a flush of its caches.
+"""The machine's ceilings, measured: bytes moved per second and multiply-adds per second; and a flush of its caches.
 
 The flush is a plain read of several times the last-level cache. Its time is the read bandwidth, so every flush between
 two timed runs also measures the ceiling at that moment.
@@ -7,6 +7,8 @@ two timed runs also measures the ceiling at that moment.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -17,6 +19,7 @@ from attnworks.backends import cpu
 from attnworks.backends.cpu.modifiers import DTYPES
 from attnworks.hardware import Hardware, detect
 from attnworks.workbench import statistics
+from attnworks.workbench.device_time import Clock
 
 _UNKNOWN_CACHE_BYTES = 64 << 20
 _FLUSH_CACHES = 4
@@ -146,3 +149,37 @@ def _timed_read(tensor: torch.Tensor) -> float:
     start = time.perf_counter()
     _read(tensor, 1)
     return time.perf_counter() - start
+
+
+# ---- a GPU -----------------------------------------------------------------------------------------------------------
+
+_GPU_BYTES = 512 << 20
+_GPU_PRODUCT = {2: 8192, 4: 4096}  # rows and columns of a square product, by bytes of an element
+
+
+class GpuCeilings:
+    """Of one GPU, by torch's own kernels: a sum as a plain read, a copy within the device (bytes read and written), and
+    a large product of matrices in ``dtype``, of which none gets through without losing a few percent."""
+
+    def __init__(self, clock: Clock, device: str, dtype: torch.dtype) -> None:
+        size = _GPU_PRODUCT.get(dtype.itemsize, 4096)
+        self._clock = clock
+        self._from = torch.ones(_GPU_BYTES // 4, device=device)
+        self._to = torch.empty_like(self._from)
+        self._left, self._right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        self._found: dict[str, list[float]] = defaultdict(list)
+
+    def measure(self, times: int = 5) -> None:
+        """Before and after what is measured: neither disturbs it nor is far from it."""
+        runs: dict[str, tuple[Callable[[], object], float]] = {
+            "read_bytes_per_second": (self._from.sum, _GPU_BYTES),
+            "copy_bytes_per_second": (lambda: self._to.copy_(self._from), 2 * _GPU_BYTES),
+            "flops_per_second": (lambda: self._left @ self._right, 2 * self._left.shape[0] ** 3),
+        }
+        for _ in range(times):
+            for name, (run, work) in runs.items():
+                self._found[name].append(work / self._clock.seconds(run, asleep=True))
+
+    def rates(self) -> dict[str, float | None]:
+        """Medians of what was measured."""
+        return {name: statistics.median(rates) for name, rates in self._found.items()}

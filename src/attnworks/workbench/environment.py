@@ -24,9 +24,22 @@ from attnworks.hardware import detect
 BUSY_CORES = 0.2
 
 
-def machine() -> dict[str, Any]:
-    """The CPU at hand, JSON-ready."""
-    found = detect("cpu")
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """The CPU or GPU at hand, JSON-ready."""
+    found = detect(device)
+    if found.kind == "gpu":
+        return {
+            "name": found.name,
+            "kind": found.kind,
+            "units": found.units,
+            "capability": found.capability,
+            "arch": found.arch,
+            "shared_cache_bytes": found.shared_cache_bytes,
+            "memory_bytes": torch.cuda.get_device_properties(device).total_memory,
+            "driver": driver(device),
+            "host": detect("cpu").name,
+            "system": platform.platform(),
+        }
     return {
         "name": found.name,
         "kind": found.kind,

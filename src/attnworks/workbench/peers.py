@@ -1,12 +1,13 @@
-"""The other CPU implementations: OpenVINO's ScaledDotProductAttention and ONNX Runtime's contributed attention
-operators.
+"""Other implementations: OpenVINO's ScaledDotProductAttention and ONNX Runtime's contributed attention operators on a
+CPU; torch's own kernels each by itself, and FlashAttention-3 and -4, on a GPU.
 
-Both get torch's thread count, the same values as everybody else, and read and write the same kind of memory without
-copies; both write into a result they are given, where torch and attnworks allocate one. Prefill only. Optional: the
-extra ``peers``."""
+The first two get torch's thread count, the same values as everybody else, and read and write the same kind of memory
+without copies; they write into a result they are given, where torch and attnworks allocate one. Prefill only. Optional:
+the extra ``peers``."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from attnworks.masks import Bounds
 from attnworks.problem import Problem
-from attnworks.workbench.providers import Bound, Inputs, Provider
+from attnworks.workbench.providers import Bound, Inputs, Provider, Sdpa
 
 
 class _Peer(Provider):
@@ -226,4 +227,87 @@ def _onnx_session(problem: Problem, threads: int) -> Any:
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-PEERS: dict[str, type[Provider]] = {"openvino": OpenVino, "onnxruntime": OnnxRuntime}
+# ---- on GPUs ---------------------------------------------------------------------------------------------------------
+
+
+class SdpaBackend(Sdpa):
+    """SDPA held to one of torch's GPU kernels."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        self.name = name
+        self._backend = backend
+
+    def form(self, problem: Problem) -> str:
+        return f"sdpa_kernel(SDPBackend.{self._backend}): {super().form(problem)}"
+
+    def refuses(self, problem: Problem) -> str:
+        return "one of torch's GPU kernels" if problem.device == "cpu" else super().refuses(problem)
+
+    def bind(self, problem: Problem, inputs: Inputs) -> Bound:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend, bound = getattr(SDPBackend, self._backend), super().bind(problem, inputs)
+
+        def run() -> Any:
+            with sdpa_kernel(backend):
+                return bound.run()
+
+        try:
+            run()
+        except RuntimeError as error:  # torch's way to say that the kernel doesn't take the problem
+            raise NotImplementedError(str(error).splitlines()[0]) from error
+        return Bound(run, bound.out)
+
+
+class FlashAttention(Provider):
+    """``flash_attn_func`` of FlashAttention-3 or -4, inputs in its own layout (batch, rows, heads, dim)."""
+
+    def __init__(self, name: str, modules: tuple[str, ...]) -> None:
+        self.name = name
+        self._modules = modules
+
+    def form(self, problem: Problem) -> str:
+        return f"{self._modules[0]}.flash_attn_func(q, k, v, causal={bool(problem.mask)})"
+
+    def refuses(self, problem: Problem) -> str:
+        if problem.device == "cpu":
+            return "runs on NVIDIA GPUs"
+        if self._function() is None:
+            return f"{' or '.join(self._modules)} is not installed"
+        if problem.form != "dense" or problem.scores:
+            return "only measured for plain prefill"
+        causal = len(problem.mask) == 1 and problem.mask[0] in (Bounds(None, 0, "bottom-right"),)
+        return "" if not problem.mask or causal or _is_square_causal(problem) else "only measured full and causal"
+
+    def bind(self, problem: Problem, inputs: Inputs) -> Bound:
+        function = self._function()
+        assert function is not None
+        q, k, v = (x.transpose(1, 2).contiguous() for x in inputs)
+        causal, scale = bool(problem.mask), problem.scale
+
+        def out(result: Any) -> Tensor:
+            found = result[0] if isinstance(result, tuple) else result
+            assert isinstance(found, Tensor)
+            return found.transpose(1, 2)
+
+        return Bound(lambda: function(q, k, v, softmax_scale=scale, causal=causal), out)
+
+    def _function(self) -> Callable[..., Any] | None:
+        for module in self._modules:
+            try:
+                found: Callable[..., Any] = importlib.import_module(module).flash_attn_func
+            except (ImportError, AttributeError):
+                continue
+            return found
+        return None
+
+
+PEERS: dict[str, Callable[[], Provider]] = {
+    "openvino": OpenVino,
+    "onnxruntime": OnnxRuntime,
+    "sdpa-flash": lambda: SdpaBackend("sdpa-flash", "FLASH_ATTENTION"),
+    "sdpa-cudnn": lambda: SdpaBackend("sdpa-cudnn", "CUDNN_ATTENTION"),
+    "sdpa-efficient": lambda: SdpaBackend("sdpa-efficient", "EFFICIENT_ATTENTION"),
+    "flash-attn-3": lambda: FlashAttention("flash-attn-3", ("flash_attn_interface", "fa3_fwd_interface")),
+    "flash-attn-4": lambda: FlashAttention("flash-attn-4", ("flash_attn.cute",)),
+}

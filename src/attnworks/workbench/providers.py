@@ -117,7 +117,7 @@ class Attnworks(Provider):
         }
         if problem.form == "decode":
             q, k, v = (x.transpose(1, 2).contiguous() for x in inputs)
-            lens = torch.full((problem.batch,), problem.seq_kv, dtype=torch.int64)
+            lens = _full_lens(problem)
             return Bound(lambda: api.attention_decode(q, k, v, kv_lens=lens, **options), _swap_rows_and_heads)
         if problem.layout == "bshd":
             q, k, v = (x.transpose(1, 2).contiguous() for x in inputs)
@@ -140,9 +140,15 @@ class AttnworksHeadMajor(Attnworks):
 
     def bind(self, problem: Problem, inputs: Inputs) -> Bound:
         q, k, v = (x.transpose(1, 2) for x in inputs)
-        lens = torch.full((problem.batch,), problem.seq_kv, dtype=torch.int64)
+        lens = _full_lens(problem)
         options: dict[str, Any] = {"mask": user_mask(problem), "scale": problem.scale}
         return Bound(lambda: api.attention_decode(q, k, v, kv_lens=lens, **options), _swap_rows_and_heads)
+
+
+def _full_lens(problem: Problem) -> Tensor:
+    """Of a cache filled to its capacity; on a GPU in the type that its kernels read."""
+    dtype = torch.int64 if problem.device == "cpu" else torch.int32
+    return torch.full((problem.batch,), problem.seq_kv, dtype=dtype, device=problem.device)
 
 
 def _written(problem: Problem) -> str:
@@ -191,7 +197,7 @@ class Sdpa(_Torch):
     def bind(self, problem: Problem, inputs: Inputs) -> Bound:
         q, k, v = inputs
         causal = _is_torch_causal(problem)
-        mask = None if causal or not problem.mask else visible_keys(problem, torch.arange(problem.seq_q))
+        mask = None if causal or not problem.mask else _visible(problem)
         options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "scale": problem.scale}
         if problem.group > 1:
             options["enable_gqa"] = True
@@ -266,7 +272,7 @@ class Standard(_Torch):
         transposed = k.mT
         if not problem.mask:
             return Bound(lambda: (torch.softmax((rows * scale) @ transposed, -1) @ v).view(shape), _as_it_is)
-        hidden = ~visible_keys(problem, torch.arange(problem.seq_q))
+        hidden = ~_visible(problem)
         full = (*q.shape[:3], problem.seq_kv)
 
         def run() -> Tensor:
@@ -275,6 +281,11 @@ class Standard(_Torch):
             return (probs @ v).view(shape)
 
         return Bound(run, _as_it_is)
+
+
+def _visible(problem: Problem) -> Tensor:
+    """(seq_q, seq_kv), on the problem's device."""
+    return visible_keys(problem, torch.arange(problem.seq_q)).to(problem.device)
 
 
 def _group_rows(problem: Problem, q: Tensor) -> Tensor:
@@ -313,16 +324,25 @@ _ENTRIES = {
     "sdpa": _Entry(Sdpa, "torch SDPA"),
     "sdpa-grouped": _Entry(SdpaGrouped, "torch SDPA, grouped rows"),
     "sdpa-causal": _Entry(SdpaCausal, "torch SDPA, causal only"),
+    "sdpa-flash": _Entry(_peer("sdpa-flash"), "torch SDPA, FlashAttention-2"),
+    "sdpa-cudnn": _Entry(_peer("sdpa-cudnn"), "torch SDPA, cuDNN"),
+    "sdpa-efficient": _Entry(_peer("sdpa-efficient"), "torch SDPA, efficient"),
     "standard": _Entry(Standard, "standard attention"),
     "openvino": _Entry(_peer("openvino"), "OpenVINO"),
     "onnxruntime": _Entry(_peer("onnxruntime"), "ONNX Runtime"),
+    "flash-attn-3": _Entry(_peer("flash-attn-3"), "FlashAttention-3"),
+    "flash-attn-4": _Entry(_peer("flash-attn-4"), "FlashAttention-4"),
 }
 NAMES = tuple(_ENTRIES)
 
 
 def by_name(name: str) -> Provider:
-    """Raises ``ValueError`` for an unknown name; a peer that is not installed refuses every problem with that
-    reason."""
+    """One of ``NAMES``, or anybody's kernel, "package.module:function" or "path/file.py:function". Raises
+    ``ValueError`` for an unknown name; a peer that is not installed refuses every problem with that reason."""
+    if ":" in name:
+        from attnworks.workbench.foreign import Foreign  # with the cases and conventions of verify
+
+        return Foreign(name)
     if name not in _ENTRIES:
         raise ValueError(f"provider: was {name!r}, must be one of {NAMES}")
     return _ENTRIES[name].make()

@@ -11,7 +11,7 @@ from typing import Any
 from attnworks.workbench import statistics
 from attnworks.workbench.statistics import Ratio
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,12 @@ class Record:
     ``modelled_bytes`` as in ``attnworks.traffic``. ``peak_extra_bytes``: memory that was resident only during a call,
     the result left out. ``ceilings``: rates measured between the runs (bytes/s, FLOP/s; None where they could not
     be). ``conditions``: threads, flush, warm-up, inputs. ``load``: what others took of the machine meanwhile.
-    ``notes``: what a reader must know."""
+    ``notes``: what a reader must know.
+
+    ``host_seconds``: on a GPU what the host needed for each of some calls, whose ``seconds`` are the device's; empty on
+    a CPU. ``state``: clocks, power, temperature and throttling while it ran, as ``sampling.py`` says. ``profile``: what
+    a profiler counted of one call (``profiler.py``), None where none was asked or had.
+    """
 
     session: str
     when: str
@@ -45,6 +50,9 @@ class Record:
     commit: str | None
     load: dict[str, Any]
     notes: tuple[str, ...] = ()
+    host_seconds: tuple[float, ...] = ()
+    state: dict[str, Any] = field(default_factory=dict)
+    profile: dict[str, Any] | None = None
     schema: int = field(default=SCHEMA)
 
     @property
@@ -54,6 +62,20 @@ class Record:
     @property
     def percentile_90(self) -> float:
         return statistics.percentile_90(self.seconds)
+
+    @property
+    def host_median(self) -> float | None:
+        return statistics.median(self.host_seconds) if self.host_seconds else None
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether calls one after another leave the device waiting for the host."""
+        return self.host_median is not None and self.host_median > self.median
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """Read from and written to the device's memory, by the profiler."""
+        return self.profile.get("dram_bytes") if self.profile else None
 
     @property
     def flops_per_second(self) -> float:
@@ -76,20 +98,36 @@ class Record:
         return statistics.ratio(self.seconds, other.seconds, paired=self.session == other.session)
 
     def to_json(self) -> dict[str, Any]:
-        derived = ("median", "percentile_90", "flops_per_second", "share_of_peak_flops", "share_of_read_bandwidth")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        return asdict(self) | {name: getattr(self, name) for name in _DERIVED}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Record:
-        """The record that ``to_json`` wrote. Raises ``ValueError`` for another schema or missing fields."""
-        if values.get("schema") != SCHEMA:
-            raise ValueError(f"record: was of schema {values.get('schema')!r}, must be {SCHEMA}")
+        """The record that ``to_json`` wrote, of this schema or an earlier one. Raises ``ValueError`` for another schema
+        or missing fields."""
+        values = _up_to_date(values)
         names = {f.name for f in fields(cls)}
         missing = names - values.keys()
         if missing:
             raise ValueError(f"record: lacked {sorted(missing)}")
         kept = {name: values[name] for name in names}
-        return cls(**kept | {"seconds": tuple(values["seconds"]), "notes": tuple(values["notes"])})
+        return cls(**kept | {name: tuple(kept[name]) for name in ("seconds", "notes", "host_seconds")})
+
+
+_DERIVED = (
+    *("median", "percentile_90", "host_median", "host_bound", "measured_bytes"),
+    *("flops_per_second", "share_of_peak_flops", "share_of_read_bandwidth"),
+)
+# What the schema after each one had that it lacks.
+_ADDED: dict[int, dict[str, Any]] = {1: {"host_seconds": (), "state": {}, "profile": None}}
+
+
+def _up_to_date(values: dict[str, Any]) -> dict[str, Any]:
+    schema = values.get("schema")
+    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
+        raise ValueError(f"record: was of schema {schema!r}, must be 1 to {SCHEMA}")
+    for earlier in range(schema, SCHEMA):
+        values = values | _ADDED[earlier]
+    return values | {"schema": SCHEMA}
 
 
 def save(path: Path, records: Iterable[Record]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,10 @@ FEWEST_FOR_BOOTSTRAP = 10
 FEWEST_TO_DECIDE = 5
 # A difference of less than this is not claimed, however narrow the interval: the machine's own drift is of that size.
 SMALLEST_DIFFERENCE = 0.01
+# Two sessions of the same kernel differ by more than the runs inside either tell (other memory, other clocks, other
+# neighbours). From so many sessions on that is seen; where there are fewer, this much is allowed for it.
+FEWEST_SESSIONS = 3
+DIFFERENCE_OF_SESSIONS = 0.05
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Ratio:
     where they were interleaved, else the ratio of medians.
 
     ``low``, ``high``: the interval that holds the true ratio with the given ``confidence``. ``verdict`` is "undecided"
-    where the interval holds ratios that are no difference.
+    where the interval holds ratios that differ from 1 by no more than ``smallest``.
     """
 
     value: float
@@ -36,13 +41,14 @@ class Ratio:
     confidence: float
     runs: int
     paired: bool
+    smallest: float = SMALLEST_DIFFERENCE
 
     @property
     def verdict(self) -> Verdict:
         if self.runs >= FEWEST_TO_DECIDE:
-            if self.low > 1 + SMALLEST_DIFFERENCE:
+            if self.low > 1 + self.smallest:
                 return "faster"
-            if self.high < 1 - SMALLEST_DIFFERENCE:
+            if self.high < 1 - self.smallest:
                 return "slower"
         return "undecided"
 
@@ -91,6 +97,34 @@ def ratio(own: Sequence[float], other: Sequence[float], *, paired: bool, seed: i
     tail = 50 * (1 - CONFIDENCE)
     low, high = np.percentile(resampled, [tail, 100 - tail])
     return Ratio(value, float(low), float(high), CONFIDENCE, runs, paired)
+
+
+def ratio_of_sessions(own: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> Ratio:
+    """The ``Ratio`` of two kernels that were not timed in the same rounds; each side is the runs of its sessions.
+
+    From ``FEWEST_SESSIONS`` on each side the sessions are what varies: an interval for the difference of the logarithms
+    of their medians (Welch 1947). With fewer, that of all runs, and a difference counts from ``DIFFERENCE_OF_SESSIONS``
+    on."""
+    mine, theirs = ([run for session in side for run in session] for side in (own, other))
+    if min(len(own), len(other)) < FEWEST_SESSIONS:
+        return replace(ratio(mine, theirs, paired=False), smallest=DIFFERENCE_OF_SESSIONS)
+    logs = [np.log([median(session) for session in side]) for side in (own, other)]
+    difference = float(logs[1].mean() - logs[0].mean())
+    variances = [float(side.var(ddof=1)) / side.size for side in logs]
+    spread = sum(variances)
+    reach = 0.0
+    if spread > 0:
+        freedom = spread**2 / sum(v**2 / (side.size - 1) for v, side in zip(variances, logs, strict=True))
+        reach = _student(freedom) * spread**0.5
+    low, value, high = (float(np.exp(difference + x)) for x in (-reach, 0.0, reach))
+    return Ratio(value, low, high, CONFIDENCE, min(len(mine), len(theirs)), paired=False)
+
+
+@cache
+def _student(freedom: float) -> float:
+    """The two-sided quantile of Student's t at ``CONFIDENCE``, to about a percent."""
+    drawn = np.random.default_rng(0).standard_t(freedom, size=400_000)
+    return float(np.percentile(np.abs(drawn), 100 * CONFIDENCE))
 
 
 def _resampled_medians(values: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:

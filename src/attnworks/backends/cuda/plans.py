@@ -202,8 +202,9 @@ def check(p: Problem, plan: Plan) -> None:
         raise ValueError(f"plan tile_kv: was {plan.tile_kv}, must be at most {MAP_KEYS} for a mask with a tile map")
     if not 2 <= plan.stages <= 4:
         raise ValueError(f"plan stages: was {plan.stages}, must be in 2..4")
-    if plan.isa:
-        raise ValueError(f"plan isa: was {plan.isa!r}, must be left out, the kernel has none")
+    for name in ("isa", "visit_all"):
+        if getattr(plan, name):
+            raise ValueError(f"plan {name}: was {getattr(plan, name)!r}, must be left out, the kernel has none")
     _check_split(p, plan)
     built = variant(p, plan)
     if built.shared_bytes > SHARED_LIMIT:

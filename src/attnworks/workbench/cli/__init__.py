@@ -1,4 +1,4 @@
-"""The command line: ``attnworks verify | diagnose | bench | generations | sweep | traffic | explain | devices``.
+"""The command line, ``attnworks COMMAND``.
 
 Each command is a file of its own beside this one, loaded when it is asked for, and holds a click command of its own
 name. Every command takes ``--json``: only JSON on stdout then, progress on stderr."""
@@ -15,7 +15,10 @@ import attnworks
 from attnworks.errors import UnsupportedError
 from attnworks.workbench.quick_check import NotVerifiedError
 
-COMMANDS = ("verify", "diagnose", "bench", "generations", "sweep", "traffic", "explain", "devices")
+COMMANDS = (
+    *("verify", "diagnose", "bench", "history", "compare", "regress", "report"),
+    *("generations", "sweep", "casestudy", "traffic", "flow", "explain", "devices"),
+)
 
 
 class _Commands(click.Group):
