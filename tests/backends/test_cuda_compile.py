@@ -56,11 +56,10 @@ SPARSE = torch.ones(1000, 1000, dtype=torch.bool)
 VARIANTS = {
     **{name_of(line): of_line(line) for line in plans.TABLE},
     "map, softcap, ALiBi, bias": built(
-        mask=masks.split(SPARSE)[0],
-        **modified(Softcap(5.0), ALiBi(torch.ones(4)), Bias(torch.ones(1000, 1000).t())),
+        mask=masks.split(Causal() & SPARSE)[0],
+        **modified(Softcap(5.0), ALiBi(torch.ones(4)), Bias(torch.ones(1000, 1000))),
     ),
-    "parts, window": replace(built(mask=masks.split(Window(90, 9))[0]), split=True),
-    "bias, causal": built(mask=masks.split(Causal())[0], **modified(Bias(torch.ones(1, 1000).bfloat16()))),
+    "parts, bias": replace(built(**modified(Bias(torch.ones(1, 1000).bfloat16()))), split=True),
     "packed, window, softcap, sink, fp16, padded": built(
         form="varlen", total_q=9, total_kv=9, mask=masks.split(Window(9, 3))[0], head_dim=40, head_dim_v=72,
         scores=scores.split((Softcap(5.0), Sink(torch.zeros(4))))[0], dtype=torch.float16,
@@ -89,7 +88,7 @@ COMPILED = {
     "packed, window, softcap, sink, fp16, padded": "8b18f7a18aa4c0df",
     "256/256 map from 0": "",
     "map, softcap, ALiBi, bias": "",
-    "bias, causal": "",
+    "parts, bias": "",
 }
 
 

@@ -185,6 +185,9 @@ def test_scores_come_to_their_own_units_before_something_is_added(scale: float, 
     ({"modifiers": (Bias(torch.ones(1, dtype=torch.float64)),)}, "bias of torch.float64"),
     ({"mask": lambda b, h, q, k: bool(k < q)}, "predicate <lambda> .not traced"),
     ({"mask": document, "form": "varlen", "total_q": 9, "total_kv": 9}, "each sequence would need a tile map"),
+    ({"heads_q": 12, "batch": 1, "seq_q": 16, "seq_kv": 2**14}, "16 queries of 4 heads that share 16384 keys"),
+    ({"batch": 1, "seq_kv": 2**14, "batch_invariant": True}, "9 tiles of rows for 132 multiprocessors"),
+    ({"mask": prefix, "batch": 1, "seq_kv": 2**14}, "does not split under a tile map"),
     ({"mask": document, "batch": 64, "seq_q": 2**15, "seq_kv": 2**15}, "may take 8589934592 bytes"),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_named(changes: dict, words: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -232,10 +232,10 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     bits = bits_of(p, span, tile, row - w.row, lane);
 #endif
   };
-  auto first_probs = [&] {  // the tile that holds the last visible key, which without a mask all rows may see whole
+  auto first_probs = [&] {  // the tile that holds the last visible key; all rows may see it whole, if there is one
     score(S, p);
     add<true>(S, p, added, tile, w.keys, lane);
-    if (LEFT || RIGHT || MAPPED || w.keys % TILE_KV) mask(S, bits, row, tile * TILE_KV, w.keys, d, lane);
+    if (LEFT || RIGHT || MAPPED || VARLEN || w.keys % TILE_KV) mask(S, bits, row, tile * TILE_KV, w.keys, d, lane);
     softmax<true>(S, rows, p.factor);
   };
   auto step = [&](bool masked) {  // S of the next KV tile and P V of this one in flight together

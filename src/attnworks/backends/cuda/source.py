@@ -111,9 +111,9 @@ class Variant:
         own = {field.name.upper(): int(getattr(self, field.name)) for field in fields(self)}
         consumer, producer = self.registers
         return own | {
-            "GROUPS": self.groups, "PINGPONG": int(self.groups == 2), "DYNAMIC": int(self.dynamic),
+            "GROUPS": self.groups, "PINGPONG": int(self.groups == 2), "LATE_STORE": int(self.late_store),
+            "DYNAMIC": int(self.dynamic),
             "LONGEST_FIRST": int(self.longest_first), "EXTENDED": int(self.extended),
-            "LATE_STORE": int(self.late_store),
             "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
             "KV_ROW_BYTES": 2 * (self.head_dim + self.head_dim_v), "L2_SECTION_BYTES": L2_SECTION_BYTES,
         }  # fmt: skip
