@@ -1,8 +1,7 @@
-"""The GPU bars: the Triton backend against cuDNN, FlashAttention-2, FlexAttention and standard attention; on Hopper the
-CUDA backend against cuDNN, and against FlashAttention-3 and -4 where they are installed.
+"""The GPU bars: the Triton backend against cuDNN, FlashAttention-2, FlexAttention and standard attention. The CUDA
+backend's are in hopper.py.
 
-    python benchmarks/gpu.py                            all but hopper, about 8 minutes on an H200
-    python benchmarks/gpu.py --section hopper --rounds 15
+    python benchmarks/gpu.py                            about 8 minutes on an H200
     python benchmarks/gpu.py --section forward backward --lengths 4096 16384
     python benchmarks/gpu.py --markdown docs/results/gpu.md --json > rows.json
 
@@ -15,7 +14,6 @@ Nobody is timed whose result is wrong.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -48,9 +46,7 @@ BACKWARD_BARS = {"FA2": 1.1, "FlexAttention": 1.1}
 MASK_BAR = 1.15
 FOLLOWS_BAR = 0.15  # how far the time may lie from visible share x full time
 HOST_BAR, COMPILE_BAR = 25.0, 4.0  # microseconds, seconds
-HOPPER_LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
-HOPPER_HOST_BAR, HOPPER_COMPILE_BAR, HOPPER_CACHED_BAR = 12.0, 2.5, 0.05
-SECTIONS = ("forward", "backward", "masks", "host", "compile", "hopper")
+SECTIONS = ("forward", "backward", "masks", "host", "compile")
 
 compiled_flex = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs", dynamic=False)
 
@@ -151,25 +147,6 @@ def products(q: Tensor, causal: bool, *, backward: bool = False) -> float:
     batch, heads, length, dim = q.shape
     pairs = length * (length + 1) / 2 if causal else length * length
     return batch * heads * pairs * dim * (10 if backward else 4)
-
-
-def flash_attention_3_and_4(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Run]:
-    """Those that can be imported; their layout is (batch, rows, heads, dim)."""
-    given = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
-    found: dict[str, Run] = {}
-    for name, module in (("FA3", "flash_attn_interface"), ("FA3", "fa3_fwd_interface"), ("FA4", "flash_attn.cute")):
-        try:
-            function = importlib.import_module(module).flash_attn_func
-        except (ImportError, AttributeError):
-            continue
-
-        def run(function: Any = function) -> Tensor:
-            out = function(*given, causal=causal)
-            result: Tensor = (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-            return result
-
-        found.setdefault(name, run)
-    return found
 
 
 # ---- sections --------------------------------------------------------------------------------------------------------
@@ -302,74 +279,10 @@ def compile_rows() -> Iterator[Row]:
             yield Row("First call", name, "", f"{seconds:.2f} s", f"<= {bar} s", seconds <= bar)
 
 
-def hopper_bar(head_dim: int, causal: bool, length: int) -> float:
-    """How many times as fast as the best peer the CUDA backend is meant to be."""
-    if head_dim == 128:
-        return 1.0 if causal else 1.03
-    return 1.02 if causal else 1.0 if length <= 1024 else 1.05
-
-
-def hopper_rows(lengths: list[int], rounds: int, without: list[str]) -> Iterator[Row]:
-    for head_dim in HEAD_DIMS:
-        for causal in (False, True):
-            for length in lengths:
-                q, k, v = inputs(head_dim, length)
-                mask = Causal() if causal else None
-                tried: dict[str, Run] = {
-                    "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal),
-                    "attnworks": lambda q=q, k=k, v=v, mask=mask: attention(q, k, v, mask=mask, backend="cuda"),
-                    "attnworks, triton": lambda q=q, k=k, v=v, mask=mask: attention(
-                        q, k, v, mask=mask, backend="triton"
-                    ),
-                    **flash_attention_3_and_4(q, k, v, causal),
-                }
-                times = measure(right({name: run for name, run in tried.items() if name not in without}), rounds)
-                bars = dict.fromkeys(("cuDNN", "FA3", "FA4"), hopper_bar(head_dim, causal, length))
-                problem = f"D={head_dim} N={length} {'causal' if causal else 'full'}"
-                yield from rows_of("Hopper forward", problem, times, bars, products(q, causal))
-    yield from hopper_host_rows()
-    yield from hopper_compile_rows()
-
-
-def hopper_host_rows() -> Iterator[Row]:
-    tensors = [torch.randn(1, 2, 128, 64, dtype=torch.bfloat16, device="cuda") for _ in range(9)]
-    runs: dict[str, Callable[[int], Any]] = {
-        "the same tensors": lambda _: attention(*tensors[:3], backend="cuda"),
-        "other tensors each call": lambda i: attention(*(tensors[(i + j) % 9] for j in range(3)), backend="cuda"),
-        "with LSE": lambda _: attention(*tensors[:3], return_lse=True, backend="cuda"),
-        "SDPA": lambda _: F.scaled_dot_product_attention(*tensors[:3]),
-    }
-    for name, run in runs.items():
-        laps = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for i in range(100):
-                run(i)
-            laps.append((time.perf_counter() - start) * 1e4)
-        held = None if name == "SDPA" else statistics.median(laps) <= HOPPER_HOST_BAR
-        bar = f"<= {HOPPER_HOST_BAR} us"
-        yield Row("Hopper host time", name, "", f"{statistics.median(laps):.1f} us", bar, held)
-
-
-def hopper_compile_rows() -> Iterator[Row]:
-    """The first call of a process, with the cache of compiled kernels empty and with what the process before left."""
-    script = FIRST_CALL.replace("mask=Causal()", 'mask=Causal(), backend="cuda"')
-    with tempfile.TemporaryDirectory() as folder:
-        environ = os.environ | {"XDG_CACHE_HOME": folder}
-        bars = {"nothing cached": HOPPER_COMPILE_BAR, "cached by the process before": HOPPER_CACHED_BAR}
-        for name, bar in bars.items():
-            ran = subprocess.run(
-                [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=True
-            )
-            seconds = float(ran.stdout.split()[-1])
-            yield Row("Hopper first call", name, "", f"{seconds:.3f} s", f"<= {bar} s", seconds <= bar)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS[:-1])
-    parser.add_argument("--lengths", nargs="+", type=int, help="1024 4096 16384; for hopper all powers of 2 from 512")
+    parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--lengths", nargs="+", type=int, help="[default: 1024 4096 16384]")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument(
         "--without", nargs="+", default=[], metavar="NAME", help="competitors to leave out of the first two"
@@ -387,7 +300,6 @@ def main() -> None:
         "masks": lambda: mask_rows(chosen.rounds),
         "host": host_rows,
         "compile": compile_rows,
-        "hopper": lambda: hopper_rows(chosen.lengths or HOPPER_LENGTHS, chosen.rounds, chosen.without),
     }
     found: list[Row] = []
     for name in chosen.section:

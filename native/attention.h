@@ -82,6 +82,7 @@ struct ForwardProblem {
   Bounds bounds;
   int64_t tile_q, tile_kv;
   Modifiers modifiers = {};
+  bool visit_all = false;  // go through the tiles that the bounds hide, too, to see what leaving them out is worth
 };
 
 constexpr int64_t MAX_TILE_Q = 1024, MAX_TILE_KV = 512;  // larger tiles are cut to these

@@ -105,6 +105,7 @@ struct Forward {
   }
 
   void modify(const StepList& steps, const MapList& map) { problem.modifiers = modifiers(steps, map); }
+  void visit_all() { problem.visit_all = true; }
   size_t scratch_bytes() const { return kernels.forward_scratch(problem); }
   void call(Address q, Address k, Address v, Address out, Address lse, int threads, const ModifierOperands* modifiers) const {
     run_forward(kernels, problem, operands(q, k, v, out, lse, modifiers), threads);
@@ -205,6 +206,8 @@ NB_MODULE(_native, m) {
   m.attr("ABI") = 4;
   m.attr("MAP_ROWS") = MAP_ROWS;
   m.attr("MAP_KEYS") = MAP_KEYS;
+  m.attr("MAX_TILE_Q") = MAX_TILE_Q;
+  m.attr("MAX_TILE_KV") = MAX_TILE_KV;
   m.attr("MAX_STEPS") = MAX_STEPS;
   m.def("compiled_isas", &compiled_isas, "Instruction sets that were compiled in, best first.");
   m.def("supported_isas", &supported_isas, "Those of them that this CPU runs, best first.");
@@ -222,6 +225,7 @@ NB_MODULE(_native, m) {
            "tile_kv"_a)
       .def("modify", &Forward::modify, "steps"_a, "map"_a,
            "Gives it score steps, (kind, cap, dtype, strides of the operand), and the shape of its tile map.")
+      .def("visit_all", &Forward::visit_all, "Makes it go through the tiles that the bounds hide, too.")
       .def("scratch_bytes", &Forward::scratch_bytes, "Bytes of scratch that each thread uses.")
       .def("__call__", &Forward::call, "q_ptr"_a, "k_ptr"_a, "v_ptr"_a, "out_ptr"_a, "lse_ptr"_a, "threads"_a,
            "modifiers"_a = nb::none(), release())

@@ -206,7 +206,8 @@ template <typename T, bool STEPS>
 static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const VisibleKeys& visible,
                                 int64_t row, int64_t tile, int64_t keys, int64_t packed_begin, float factor, float* scratch) {
   const int64_t last = smaller(row + BLOCK_Q<T>, task.row_end) - 1;
-  const int64_t first_key = larger(visible.begin(row) - tile, packed_begin), end_key = smaller(visible.end(last) - tile, keys);
+  const int64_t first_key = p.visit_all ? packed_begin : larger(visible.begin(row) - tile, packed_begin);
+  const int64_t end_key = p.visit_all ? keys : smaller(visible.end(last) - tile, keys);
   if (first_key >= end_key) return;
   if (!task.modifiers.places) return attend_keys<T, STEPS>(p, task, l, visible, row, tile, first_key, end_key, packed_begin, factor, scratch);
   for (KeyRange run = {0, tile + first_key};;) {
@@ -247,7 +248,7 @@ static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float
   memset(scratch + l.running_sum, 0, (size_t)blocks * W * 4);
   for (int64_t r = 0; r < blocks / BLOCK_Q<T> * ROW_STATE<T>; r++) scratch[l.running_max + r] = -INFINITY;
 
-  const int64_t first = visible.begin(task.row_begin), end = visible.end(task.row_end - 1);
+  const int64_t first = p.visit_all ? 0 : visible.begin(task.row_begin), end = p.visit_all ? task.seq_kv : visible.end(task.row_end - 1);
   for (int64_t tile = first / l.tile_kv * l.tile_kv; tile < end; tile += l.tile_kv) {
     KeyRange shown = {larger(first, tile), smaller(end, tile + l.tile_kv)};
     if (task.modifiers.places) shown = shown_keys(p.modifiers.map, task.modifiers, task.row_begin, task.row_end - 1, shown.begin, shown.end);

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # What commands measure in tests is no part of anybody's history.
 os.environ["ATTNWORKS_DB"] = os.path.join(tempfile.mkdtemp(prefix="attnworks-tests-"), "history.db")
+# Nor do a developer's own tuned plans decide what they run.
+os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="attnworks-tests-")
 
 import pytest
 import torch

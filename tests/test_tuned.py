@@ -7,7 +7,7 @@ import torch
 
 import attnworks
 from attnworks import Causal, Plan, Softcap, Window, dispatch, masks, prepared, scores, tuned
-from attnworks.backends import cpu, triton
+from attnworks.backends import reference, triton
 from attnworks.hardware import load
 from attnworks.tuned import Row
 from helpers import problem_of
@@ -97,7 +97,7 @@ def test_other_problems_keep_the_table(folders):
 
 
 def test_a_backend_without_tuned_plans_is_not_looked_up():
-    assert tuned.find(PROBLEM, H200, "cpu", cpu.KERNELS) is None
+    assert tuned.find(PROBLEM, H200, "reference", reference.KERNELS) is None
 
 
 def test_a_row_that_cannot_run_its_problem_is_an_error_that_names_it(folders):
@@ -158,6 +158,15 @@ def test_the_hash_knows_code_from_words_about_it(tmp_path):
     assert plain == hashed("def f(x):  # why\n\n    # because\n    return x  +  1\n")
     assert plain != hashed("def f(x):\n    return x + 2\n")
     assert plain != hashed('def f(x):\n    "a" "b"\n    return x + "1"\n')
+
+
+def test_of_a_compiled_kernel_every_byte_counts(tmp_path):
+    hashes = []
+    for number, content in enumerate((b"\x7fELF # 1", b"\x7fELF # 2")):
+        path = tmp_path / f"{number}.so"
+        path.write_bytes(content)
+        hashes.append(tuned.kernels_hash((path,)))
+    assert hashes[0] != hashes[1]
 
 
 def test_shipped_files_are_plans(monkeypatch):

@@ -49,15 +49,18 @@ def grad_sink(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     return each.sum([dim for dim in range(each.dim()) if dim != each.dim() - 2]).to(sink.dtype)
 
 
-def mask_expression(spec: MaskSpec) -> Expression | None:
-    """Whether the mask, apart from its closed bounds, lets query q see key k; None if it has nothing but bounds. Its
-    operands are those of the mask. Raises ``ValueError`` for a predicate that was not traced."""
+def mask_expression(spec: MaskSpec, *, bounds: bool = False) -> Expression | None:
+    """Whether the mask, apart from its closed bounds, lets query q see key k; None if it has nothing but bounds. With
+    ``bounds`` these are part of it, too. Its operands are those of the mask. Raises ``ValueError`` for a predicate that
+    was not traced."""
     builder = _Composer(_operand_specs(spec))
     visible: int | None = None
     for term in spec:
         if isinstance(term, Bounds):
-            continue
-        if isinstance(term, DenseMask):
+            if not bounds:
+                continue
+            one = builder.within(term)
+        elif isinstance(term, DenseMask):
             one = builder.loaded(term.operand, "bool")
         else:
             one = builder.spliced(_traced(term), term.first, {})
@@ -110,6 +113,18 @@ class _Composer(Builder):
             self.const(0) if size == 1 else self.input(name) for name, size in zip(names, operand.shape, strict=True)
         ]
         return self.add("load", kind, tuple(places), str(operand.index))
+
+    def within(self, term: Bounds) -> int:
+        """Whether key k is one of the query's neighbours."""
+        ahead = self.binary("sub", self.input("k"), self.input("q"))
+        if term.align == "bottom-right":
+            ahead = self.binary("sub", ahead, self.input("shift"))
+        sides = [
+            self.binary(relation, ahead, self.const(edge))
+            for relation, edge in (("ge", None if term.left is None else -term.left), ("le", term.right))
+            if edge is not None
+        ]
+        return sides[0] if len(sides) == 1 else self.binary("and", *sides)
 
     def modified(self, score: int, term: ScoreTerm) -> int:
         """``score`` after one modifier (their formulas: ``scores.py``)."""

@@ -23,7 +23,8 @@ class Plan:
     ``tile_q``, ``tile_kv``: rows and keys of a tile.
     ``split_kv``: keys of one partial result of a split-KV schedule. ``isa``: instruction set of the CPU backend.
     ``warps``, ``stages``: warps of a program and depth of its software pipeline on a GPU. 0 and "" mean that the
-    schedule has no such choice.
+    schedule has no such choice. ``visit_all``: go through the tiles that the mask hides as well, which changes no
+    result as long as what they hold is finite; for the case study that shows what leaving them out is worth.
     """
 
     backend: str
@@ -34,6 +35,7 @@ class Plan:
     isa: str = ""
     warps: int = 0
     stages: int = 0
+    visit_all: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tile_q", "tile_kv", "split_kv", "warps", "stages"):
@@ -43,6 +45,8 @@ class Plan:
         for name in ("backend", "schedule", "isa"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"Plan {name}: was {getattr(self, name)!r}, must be a str")
+        if not isinstance(self.visit_all, bool):
+            raise TypeError(f"Plan visit_all: was {self.visit_all!r}, must be a bool")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

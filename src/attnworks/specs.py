@@ -125,7 +125,9 @@ def split(
     said_plan = None
     if plan is not None:
         values = [getattr(plan, name) for name in PLAN_FIELDS]
-        said_plan = tuple([index(value) if isinstance(value, int) else value for value in values])
+        said_plan = tuple(
+            [index(value) if type(value) is not bool and isinstance(value, int) else value for value in values]
+        )
     flags = differentiable, deterministic, batch_invariant, validate
     text = _text(form, layout, *flags, backend, said_plan, mask_parts, score_parts)
     return str(text), score_operands, mask_operands

@@ -1,7 +1,8 @@
 """Tile maps: for each tile of queries the tiles of keys that a mask shows it, so that kernels skip what is hidden.
 
 For any mask: closed bounds, boolean tensors, traced predicates and their intersections. It is evaluated element by
-element in blocks of bounded size; only counts by tile outlive a block. Dense problems only: packed sequences and caches
+element in blocks of bounded size; only counts by tile outlive a block (``partly_visible`` gives the elements of partial
+tiles again, for kernels that read them). Dense problems only: packed sequences and caches
 of different lengths would need a map each.
 """
 
@@ -148,7 +149,7 @@ def build(
     pairs = torch.zeros((), dtype=torch.int64, device=device)
     for units, tiles in _blocks(spec, sizes):
         at_units, at_tiles = (torch.arange(x.start, x.stop, device=device) for x in (units, tiles))
-        counts = _count(spec, operands, sizes, at_units, at_tiles)
+        counts = _visible(spec, operands, sizes, at_units[:, None], at_tiles).sum((-2, -1))
         pairs += counts.sum()
         full = counts == tile_q * tile_kv  # never so where the tile reaches past the queries or the keys
         states[units.start : units.stop, tiles.start : tiles.stop] = (counts > 0).to(torch.uint8) + full
@@ -205,17 +206,28 @@ def _shift(term: Bounds, sizes: Sizes) -> int:
     return sizes.seq_kv - sizes.seq_q if term.align == "bottom-right" else 0
 
 
-def _count(spec: MaskSpec, operands: tuple[Tensor, ...], sizes: Sizes, units: Tensor, tiles: Tensor) -> Tensor:
-    """Visible pairs of each unit and tile, int64 (units, tiles)."""
+def partly_visible(spec: MaskSpec, operands: tuple[Tensor, ...], found: TileMap) -> Iterator[tuple[slice, Tensor]]:
+    """(which of ``found.partial.tiles``, which pairs of theirs are visible as booleans (tiles, tile_q, tile_kv)), in
+    blocks of bounded size. ``spec`` and ``operands``: those that the map was built of."""
+    offsets, tiles = found.partial.offsets, found.partial.tiles
+    rows = torch.arange(offsets.numel() - 1, device=tiles.device)
+    units = torch.repeat_interleave(rows, offsets.diff().long(), output_size=tiles.numel())
+    each = max(1, BLOCK // (found.tile_q * found.tile_kv))
+    for first in range(0, tiles.numel(), each):
+        part = slice(first, min(first + each, tiles.numel()))
+        yield part, _visible(spec, operands, found, units[part], tiles[part].long())
+
+
+def _visible(spec: MaskSpec, operands: tuple[Tensor, ...], sizes: Sizes, units: Tensor, tiles: Tensor) -> Tensor:
+    """Booleans (..., tile_q, tile_kv): the visible pairs of units and tiles, which are broadcast against each other."""
+    units, tiles = units[..., None, None], tiles[..., None, None]
     head = units // sizes.tiles_q
-    row = torch.arange(sizes.tile_q, device=units.device)
-    column = torch.arange(sizes.tile_kv, device=units.device)
-    q = ((units % sizes.tiles_q * sizes.tile_q)[:, None] + row)[:, None, :, None]
-    k = ((tiles * sizes.tile_kv)[:, None] + column)[None, :, None, :]
+    q = units % sizes.tiles_q * sizes.tile_q + torch.arange(sizes.tile_q, device=units.device)[:, None]
+    k = tiles * sizes.tile_kv + torch.arange(sizes.tile_kv, device=units.device)
     inside = (q < sizes.seq_q) & (k < sizes.seq_kv)
     at = {
-        "b": (head // sizes.heads)[:, None, None, None],
-        "h": (head % sizes.heads)[:, None, None, None],
+        "b": head // sizes.heads,
+        "h": head % sizes.heads,
         "q": q.clamp_max(sizes.seq_q - 1),
         "k": k.clamp_max(sizes.seq_kv - 1),
     }
@@ -227,14 +239,14 @@ def _count(spec: MaskSpec, operands: tuple[Tensor, ...], sizes: Sizes, units: Te
         elif isinstance(term, DenseMask):
             tensor = _four(operands[term.operand.index])
             index = [
-                at[name] if size > 1 else torch.zeros_like(units)[:1]
+                at[name] if size > 1 else torch.zeros((), dtype=torch.int64, device=units.device)
                 for name, size in zip("bhqk", tensor.shape, strict=True)
             ]
             inside = inside & tensor[tuple(index)]
         else:
             assert term.expression is not None, "build() refuses before"
             inside = inside & evaluate(term.expression, at, term.own(operands))
-    return inside.sum((2, 3))
+    return inside
 
 
 def _four(tensor: Tensor) -> Tensor:

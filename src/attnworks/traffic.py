@@ -207,7 +207,7 @@ def _operand_bytes(p: Problem) -> int:
     return sum(spec.dtype.itemsize for spec in terms if len(spec.shape) >= 2 and min(spec.shape[-2:]) > 1)
 
 
-def _visible_range(p: Problem, first: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def visible_range(p: Problem, first: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[low, high): the keys that queries first .. first + rows - 1 see between them, clamped to the sequence."""
     low = torch.zeros_like(first)
     high = torch.full_like(first, p.seq_kv)
@@ -226,7 +226,7 @@ def _tile_rows(p: Problem, tile_q: int, tile_kv: int, *, kv_outer: bool) -> _Row
     """Loads of one head under a tiled schedule; two tiles meet if a visible key of the Q tile lies in the KV tile."""
     starts = torch.arange(0, p.seq_q, tile_q, dtype=torch.int64, device="cpu")
     rows = (p.seq_q - starts).clamp_max(tile_q)
-    low, high = _visible_range(p, starts, rows)
+    low, high = visible_range(p, starts, rows)
     first = low // tile_kv
     last = torch.where(high > low, (high + tile_kv - 1) // tile_kv, first)
     tiles = last - first
@@ -246,6 +246,6 @@ def _split_rows(p: Problem) -> tuple[_Rows, int]:
     """Loads of one head where all queries go through the cache together, and the keys they see between them."""
     if p.seq_q == 0:
         return _Rows(0, 0, 0, 0), 0
-    low, high = _visible_range(p, torch.tensor([0], device="cpu"), torch.tensor([p.seq_q], device="cpu"))
+    low, high = visible_range(p, torch.tensor([0], device="cpu"), torch.tensor([p.seq_q], device="cpu"))
     keys = max(int(high - low), 0)
     return _Rows(p.seq_q if keys else 0, keys, 0, p.seq_q * keys), keys

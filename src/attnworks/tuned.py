@@ -109,9 +109,12 @@ def _mask_words(p: Problem) -> str:
 
 @cache
 def kernels_hash(sources: tuple[Path, ...]) -> str:
-    """Of what the sources say: comments, docstrings and layout don't count."""
+    """Of what Python sources say, where comments, docstrings and layout don't count; of compiled ones every byte."""
     digest = hashlib.sha256()
     for path in sources:
+        if path.suffix != ".py":
+            digest.update(path.read_bytes())
+            continue
         with tokenize.open(path) as source:
             for word in _words(list(tokenize.generate_tokens(source.readline))):
                 digest.update(word.encode() + b"\0")
@@ -141,10 +144,8 @@ def _words(tokens: Sequence[tokenize.TokenInfo]) -> list[str]:
 def find(problem: Problem, hardware: Hardware, backend: str, sources: tuple[Path, ...]) -> Found | None:
     """The row that decides the problem on this device: the user's, else the shipped one, measured with the kernels as
     they are now. None for a backend without ``sources``, whose plans are not tuned."""
-    current = kernels_hash(sources) if sources else ""
-    return next(
-        (found for found in _rows_for(problem, hardware, backend, sources) if found.row.kernels == current), None
-    )
+    rows = _rows_for(problem, hardware, backend, sources)
+    return next((found for found in rows if found.row.kernels == kernels_hash(sources)), None)
 
 
 def hint(problem: Problem, hardware: Hardware, backend: str, sources: tuple[Path, ...]) -> Found | None:

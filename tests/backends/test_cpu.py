@@ -191,3 +191,46 @@ def test_unaligned_memory():
         q, k, v = (memory.to(dtype)[start + 2000 * n :][: 2 * 33 * 24].view(1, 2, 33, 24) for n in range(3))
         assert q.data_ptr() % 16 != 0
         assert_close(attention(q, k, v, backend="cpu"), attention(q.double(), k.double(), v.double()))
+
+
+# ---- every tile visited ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", cpu.isas())
+def test_a_plan_that_visits_hidden_tiles_changes_no_result(isa, dtype):
+    for mask, (seq_q, seq_kv) in itertools.product(
+        (Causal(), Causal("top-left"), Window(9, 3), Window(0, 0)), ((150, 150), (40, 150), (150, 40))
+    ):
+        q, k, v = (
+            randn(1, 2, seq_q, 16, dtype=dtype),
+            randn(1, 1, seq_kv, 16, dtype=dtype),
+            randn(1, 1, seq_kv, 24, dtype=dtype),
+        )
+        plan = Plan("cpu", "tiled", tile_q=32, tile_kv=32, isa=isa)
+        skipping, visiting = (
+            attention(q, k, v, mask=mask, return_lse=True, plan=dataclasses.replace(plan, visit_all=every))
+            for every in (False, True)
+        )
+        assert_close(visiting[0], skipping[0])
+        assert_close(visiting[1], skipping[1])
+
+
+def test_it_does_visit_them():
+    """What lies in a hidden tile is multiplied by probabilities of 0, which a NaN shows."""
+    q, k, v = (randn(1, 1, 128, 16) for _ in "qkv")
+    v[..., -1, :] = torch.nan
+    plan = Plan("cpu", "tiled", tile_q=32, tile_kv=32)
+    assert attention(q, k, v, mask=Causal(), plan=plan)[..., :32, :].isfinite().all()
+    seen = attention(q, k, v, mask=Causal(), plan=dataclasses.replace(plan, visit_all=True))
+    assert seen[..., :32, :].isnan().any()
+
+
+def test_schedules_without_hidden_tiles_refuse_to_visit_them():
+    q = randn(1, 1, 64, 16)
+    for plan in (
+        Plan("cpu", "split_kv", split_kv=32, visit_all=True),
+        Plan("reference", "q_outer", 8, 8, visit_all=True),
+    ):
+        with pytest.raises(ValueError, match="plan visit_all: was True"):
+            attention(q, q, q, plan=plan)

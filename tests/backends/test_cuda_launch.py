@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnworks import Causal, Sink, masks, scores
+from attnworks import Bias, Causal, Sink, masks, scores
 from attnworks.backends import cuda
-from attnworks.backends.cuda import counters, driver, launch, maps, plans
+from attnworks.backends.cuda import counters, driver, launch, maps, plans, split
 from attnworks.problem import Operands, Problem, packed_strides, strides_of
 
 UNITS, STREAM = 132, 7
@@ -47,6 +47,7 @@ class Library:
     def __init__(self) -> None:
         self.encoded: list[tuple[Any, ...]] = []
         self.launched: list[SimpleNamespace] = []
+        self.merged: list[split.MergeParams] = []
         self.answers: list[int] = []  # to the launches that follow
         self.current: list[int] = []
         self.takes = 0.0  # seconds of a launch, in which other threads run
@@ -65,6 +66,12 @@ class Library:
 
         def launch_kernel(config, function, arguments, extra) -> int:
             time.sleep(self.takes)
+            if (ctypes.c_uint * 4).from_address(config)[3] == 32 * split.WARPS:
+                address = ctypes.c_void_p.from_address(arguments).value
+                self.merged.append(
+                    split.MergeParams.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(split.MergeParams)))
+                )
+                return 0
             at = (ctypes.c_void_p * 4).from_address(arguments)
             params = launch.Params.from_buffer_copy(ctypes.string_at(at[3], ctypes.sizeof(launch.Params)))
             read = driver.LaunchConfig.from_buffer_copy(ctypes.string_at(config, ctypes.sizeof(driver.LaunchConfig)))
@@ -113,7 +120,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     made = driver.Driver(found)
     monkeypatch.setattr(launch, "driver", lambda: made)
     monkeypatch.setattr(maps, "driver", lambda: made)
+    monkeypatch.setattr(split, "driver", lambda: made)
     monkeypatch.setattr(launch, "cubin", lambda _: b"code")
+    monkeypatch.setattr(split, "cubin", lambda _: b"code")
     monkeypatch.setattr(launch, "counters", lambda _: Counted())
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=UNITS))
@@ -263,6 +272,21 @@ def test_a_launch_is_given_this_call_s_addresses(library: Library) -> None:
     assert seen.extra is None
 
 
+def test_a_bias_that_begins_between_pairs_is_read_by_a_kernel_of_its_own(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr(launch, "cubin", lambda text: texts.append(text) or b"code")
+    q, k, v = (randn(1, 2, 300, 64) for _ in range(3))
+    wide = randn(300, 302)
+    run = forward(dense(q, k, v, scores=scores.split((Bias(wide[:, :300]),))[0]))
+    for first, pairs in ((0, [1]), (2, [1]), (1, [1, 0]), (1, [1, 0])):
+        bias = wide[:, first : first + 300]
+        run(Operands(q, k, v, scores=(bias,)))
+        assert [int(re.search(r"BIAS_PAIRS (\d)", text).group(1)) for text in texts] == pairs
+        assert library.launched[-1].params.bias == bias.data_ptr()
+
+
 def test_lse_that_was_not_asked_for_is_null(library: Library) -> None:
     q, k, v = (randn(1, 2, 300, 64) for _ in range(3))
     out, lse = forward(dense(q, k, v))(Operands(q, k, v))
@@ -290,7 +314,7 @@ def test_a_refused_launch_says_what_was_launched(library: Library) -> None:
     q, k, v = (randn(1, 2, 300, 64) for _ in range(3))
     run = forward(dense(q, k, v))
     library.answers = [719]
-    with pytest.raises(driver.DriverError, match=r"launching 4 thread blocks for Plan\(.*compiled as Variant\("):
+    with pytest.raises(driver.DriverError, match=r"launching 6 thread blocks for Plan\(.*compiled as Variant\("):
         run(Operands(q, k, v))
 
 
@@ -311,6 +335,35 @@ def test_threads_that_share_a_launcher_each_launch_their_own_tensors(library: Li
     [thread.start() for thread in threads], [thread.join() for thread in threads]
     seen = {x.params.out: tuple(words[0] for words in x.maps) for x in library.launched}
     assert seen == outs
+
+
+def test_parts_of_the_keys_are_merged(library: Library) -> None:
+    sink = torch.tensor([0.5, 1.0])
+    q, k, v = randn(1, 2, 300, 64), randn(1, 1, 5000, 64), randn(1, 1, 5000, 32)
+    p = dense(q, k, v, return_lse=True, mask=masks.split(Causal())[0], scores=scores.split((Sink(sink),))[0])
+    plan = plans.plan_for(p, UNITS)
+    assert plan.schedule == "split_kv" and plan.split_kv % plan.tile_kv == 0
+    plans.check(p, plan)
+    out, lse = launch.prepare(p, plan)(Operands(q, k, v, scores=(sink,)))
+    (seen,), (merged,) = library.launched, library.merged
+    count = -(-5000 // plan.split_kv)
+    assert (seen.params.splits, merged.splits, seen.params.split_tiles) == (count, count, plan.split_kv // plan.tile_kv)
+    assert seen.config.grid_x == -(-300 // plan.tile_q) * 2 * count <= UNITS
+    assert (seen.params.out, seen.params.lse) == (merged.parts, merged.parts_lse)
+    assert (merged.out, merged.lse, merged.sink) == (out.data_ptr(), lse.data_ptr(), sink.data_ptr())
+    assert (seen.params.out_split, seen.params.lse_split) == (out.numel(), lse.numel())
+    assert not plans.variant(p, plan).sink, "it enters once, where the parts are merged"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"batch_invariant": True}, {"form": "varlen"}, {"mask": masks.split(torch.ones(1, 1, dtype=torch.bool))[0]}],
+)
+def test_what_must_not_be_split_is_not(change: dict[str, Any]) -> None:
+    q, k = randn(1, 2, 300, 64), randn(1, 2, 5000, 64)
+    assert plans.plan_for(dense(q, k, k), UNITS).split_kv
+    assert not plans.plan_for(replace(dense(q, k, k), **change), UNITS).split_kv
+    assert not plans.plan_for(dense(randn(4, 32, 300, 64), k, k), UNITS).split_kv, "enough tiles of rows"
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0)])

@@ -6,7 +6,19 @@ import pytest
 import torch
 
 import gpu_worker
-from attnworks import Causal, Plan, Sink, Softcap, UnsupportedError, Window, attention, attention_varlen
+from attnworks import (
+    ALiBi,
+    Bias,
+    Causal,
+    Plan,
+    Sink,
+    Softcap,
+    UnsupportedError,
+    Window,
+    attention,
+    attention_varlen,
+    explain,
+)
 from attnworks.backends import cuda
 from attnworks.workbench import catalogue, properties
 from gpu_guarded import guarded
@@ -38,8 +50,6 @@ def qkv(batch=2, heads=4, seq=300, dim=128, dtype=torch.bfloat16):
 
 
 def test_auto_takes_it_and_goes_on_to_triton_where_it_refuses():
-    from attnworks import explain
-
     q, k, v = qkv()
     assert explain(q, k, v).backend == "cuda"
     assert explain(q.float(), k.float(), v.float()).backend == "triton"
@@ -191,3 +201,112 @@ def test_softcap_and_sink_against_triton():
         wanted = attention(q, k, v, mask=Causal(), scores=scores, return_lse=True, backend="triton")
         assert_close(found[0], wanted[0])
         torch.testing.assert_close(found[1], wanted[1], atol=1e-3, rtol=1e-4)
+
+
+def masks_of(seq_q, seq_kv):
+    doc = torch.randint(0, 4, (2, seq_kv), device="cuda").sort().values
+    tensor = torch.rand(2, 4, seq_q, seq_kv, device="cuda") < 0.02
+    return {
+        "document": lambda b, h, q, k: doc[b, q] == doc[b, k],
+        "document, causal": Causal() & (lambda b, h, q, k: doc[b, q] == doc[b, k]),
+        "prefix": lambda b, h, q, k: (k <= q) | (k < 200),
+        "rows without keys": lambda b, h, q, k: k < q - 250,
+        "blocks by head": lambda b, h, q, k: (q // 128 + k // 128 + h) % 3 == 0,
+        "tensor": tensor,
+        "padding": tensor[:, :1, :1],
+    }
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256), (40, 72)])
+def test_tile_maps_against_triton(dims):
+    q, k, v = randn(2, 4, 700, dims[0]), randn(2, 2, 900, dims[0]), randn(2, 2, 900, dims[1])
+    for name, mask in masks_of(700, 900).items():
+        found = attention(q, k, v, mask=mask, return_lse=True, backend="cuda")
+        wanted = attention(q, k, v, mask=mask, return_lse=True, backend="triton")
+        assert_close(found[0], wanted[0])
+        torch.testing.assert_close(found[1], wanted[1], atol=1e-3, rtol=1e-4, msg=name)
+        again = attention(q, k, v, mask=mask, backend="cuda")
+        assert torch.equal(again, found[0]), name
+
+
+def test_tiles_that_a_map_hides_are_not_loaded():
+    q, k, v = qkv(seq=1024)
+    for x in (k, v):
+        x[:, :, 512:] = torch.nan
+    out = attention(q, k, v, mask=lambda b, h, q, k: k < 512, backend="cuda")
+    assert_close(out, exact(q, k[:, :, :512], v[:, :, :512]))
+
+
+def test_streams_share_a_map():
+    q, k, v = qkv(seq=1024)
+    doc = torch.arange(1024, device="cuda") // 300
+    expected = None
+    for stream in [torch.cuda.Stream() for _ in range(3)]:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            out = attention(q, k, v, mask=lambda b, h, q, k: doc[q] == doc[k], backend="cuda")
+        stream.synchronize()
+        expected = out if expected is None else expected
+        assert torch.equal(out, expected)
+
+
+BIASES = {
+    "bhqk": torch.bfloat16, "1hqk": torch.float16, "11qk": torch.float32, "b11k": torch.float32,
+    "b1q1": torch.bfloat16, "1111": torch.float32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 256)])
+def test_biases_and_slopes_against_triton(dims):
+    sizes = {"b": 2, "h": 4, "q": 300, "k": 500, "1": 1}
+    q, k, v = randn(2, 4, 300, dims[0]), randn(2, 2, 500, dims[0]), randn(2, 2, 500, dims[1])
+    slopes = torch.tensor([0.5, 0.02, 0.0, -0.1], device="cuda")
+    biases = [randn(*(sizes[x] for x in shape), dtype=dtype) for shape, dtype in BIASES.items()]
+    biases.append(randn(500, 300, dtype=torch.float32).t())
+    biases.append(
+        randn(300, 500, dtype=torch.float32).masked_fill(torch.rand(300, 500, device="cuda") < 0.5, -torch.inf)
+    )
+    for mask in (None, Causal(), Window(60, 40)):
+        for scores in ((ALiBi(slopes),), (ALiBi(slopes.expand(2, 4)), Bias(biases[0])), *((Bias(x),) for x in biases),
+                       (Softcap(3.0), ALiBi(slopes), Bias(biases[1]), Sink(slopes))):  # fmt: skip
+            found = attention(q, k, v, mask=mask, scores=scores, return_lse=True, backend="cuda")
+            wanted = attention(q, k, v, mask=mask, scores=scores, return_lse=True, backend="triton")
+            assert_close(found[0], wanted[0])
+            torch.testing.assert_close(found[1], wanted[1], atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("at_end", [False, True], ids=["beginning", "end"])
+def test_no_byte_outside_of_a_bias_is_touched(at_end):
+    q, k, v = qkv(seq=200)
+    for bias in (randn(200, 200), randn(1, 4, 200, 200), randn(200)):
+        expected = attention(q, k, v, scores=(Bias(bias),), backend="cuda")
+        assert torch.equal(attention(q, k, v, scores=(Bias(guarded(bias, at_end)),), backend="cuda"), expected)
+    torch.cuda.synchronize()
+
+
+def test_a_bias_at_an_odd_address_is_read_in_place():
+    q, k, v = qkv()
+    wide = randn(300, 302)
+    for first in (0, 1):
+        bias = wide[:, first : first + 300]
+        found = attention(q, k, v, scores=(Bias(bias),), backend="cuda")
+        assert torch.equal(found, attention(q, k, v, scores=(Bias(bias.contiguous()),), backend="cuda"))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 256), (40, 72)])
+@pytest.mark.parametrize("mask", [None, Causal(), Window(700, 20)], ids=["full", "causal", "window"])
+def test_parts_of_the_keys_are_merged(dims, mask):
+    """Few tiles of rows; among the parts are some in which a tile of rows sees no key."""
+    sink = torch.tensor([0.5, 30.0, -100.0, 3.0], device="cuda")
+    for seq_q, seq_kv in ((1, 5000), (300, 4500), (1500, 1400)):
+        q, k, v = randn(1, 4, seq_q, dims[0]), randn(1, 2, seq_kv, dims[0]), randn(1, 2, seq_kv, dims[1])
+        for scores in ((), (Sink(sink),)):
+            split = explain(q, k, v, mask=mask, scores=scores, backend="cuda").plan
+            assert split.schedule == "split_kv"
+            found = attention(q, k, v, mask=mask, scores=scores, return_lse=True, backend="cuda")
+            wanted = attention(q, k, v, mask=mask, scores=scores, return_lse=True, backend="triton")
+            assert_close(found[0], wanted[0])
+            torch.testing.assert_close(found[1], wanted[1], atol=1e-3, rtol=1e-4)
+            assert torch.equal(attention(q, k, v, mask=mask, scores=scores, backend="cuda"), found[0])
+            two = [torch.cat((torch.randn_like(x), x)) for x in (q, k, v)]
+            assert torch.equal(attention(*two, mask=mask, scores=scores, plan=split)[1:], found[0]), "beside another"

@@ -1,6 +1,7 @@
 """Standard attention and FlashAttention-1 as plans of the Triton backend, in Triton's interpreter."""
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -148,3 +149,25 @@ def test_the_plan_shown_of_each_generation_is_one_that_runs(schedule, dtype, dim
     q = torch.zeros(1, 1, 8, dim, dtype=dtype)
     problem = problem_of(q, q, q)
     check_plan(problem, plans.generation(problem, schedule))
+
+
+@pytest.mark.parametrize("lengths", [(40, 72), (34, 20)], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), Causal("top-left"), Window(9, 3)], ids=str)
+def test_visiting_every_tile_changes_no_result(mask, lengths):
+    seq_q, seq_kv = lengths
+    q, k, v = randn(1, 2, seq_q, 16), randn(1, 1, seq_kv, 16), randn(1, 1, seq_kv, 24)
+    skipping, visiting = (
+        run("", q, k, v, mask=mask, plan=replace(plan("q_outer"), visit_all=every)) for every in (False, True)
+    )
+    assert_close(visiting[0], skipping[0])
+    assert_close(visiting[1], skipping[1])
+
+
+def test_it_does_visit_every_tile():
+    q, k, v = (randn(1, 1, 64, 16) for _ in "qkv")
+    v[..., -1, :] = torch.nan
+    for every in (False, True):
+        out, _ = run("", q, k, v, mask=Causal(), plan=replace(plan("q_outer"), visit_all=every))
+        assert out[..., :16, :].isnan().any() == every
+    with pytest.raises(ValueError, match="plan visit_all: was True, must be False for schedule 'kv_outer'"):
+        check_plan(problem_of(q, k, v), replace(plan("kv_outer"), visit_all=True))

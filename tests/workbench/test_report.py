@@ -18,6 +18,7 @@ from attnworks.workbench.cli import verdicts
 from attnworks.workbench.cli.verify import verify as command
 from attnworks.workbench.hand import HAND
 from attnworks.workbench.mutants import Mutant
+from attnworks.workbench.page import number, percent
 from attnworks.workbench.verify import Result, verify
 
 SWEPT = "sweep: varlen, q 17, kv 33, heads 6/2, dim 192/128, bf16, causal, sink, gapped, rising maximum"
@@ -139,7 +140,7 @@ def test_everything_else_that_was_promised(right: tuple[list[Result], str]) -> N
     (covered,) = summary.coverage([Mutant()], results)
     assert covered.cases == 1 and covered.pairs == 91 and f"{covered.legal}" in text
     largest = max(summary.tightest(m).share for _, m in summary.measures(results))
-    assert report.percent(largest) in text
+    assert percent(largest) in text
 
 
 def test_text_is_escaped() -> None:
@@ -166,7 +167,7 @@ def test_a_run_of_nothing_has_a_page() -> None:
     ],
 )
 def test_numbers_read_well(value: float, text: str) -> None:
-    assert report.number(value) == text
+    assert number(value) == text
 
 
 def test_the_command_writes_it_and_lists_coverage(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from attnworks.backends import Launcher, reference
 from attnworks.hardware import detect
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
-from attnworks.workbench import quick_check, statistics
+from attnworks.workbench import loops, quick_check, schedules, statistics
 from attnworks.workbench.device_time import Clock
 from attnworks.workbench.memory import peak_extra
 from attnworks.workbench.providers import Inputs, random_inputs
@@ -33,7 +33,6 @@ REFERENCE_TILE = 64
 WARM_UPS = 3
 # Below this a measured growth of memory is the allocators' granularity. Resident pages of a CPU process are coarser.
 FEWEST_GROWTH_BYTES = {"cuda": 1 << 16, "cpu": 4 << 20}
-_FP32 = 4
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, rounds done and rounds in all."""
@@ -155,13 +154,10 @@ def plan_of(problem: Problem, schedule: str) -> Plan:
 def modelled_bytes(problem: Problem, plan: Plan) -> int:
     """By the traffic model; FlashAttention-1's running O is counted in fp32, in which both backends keep it, with the
     pass at the end that rounds it."""
-    bill = traffic.estimate(problem, plan.schedule, plan.tile_q, plan.tile_kv)
     if plan.schedule != "kv_outer":
-        return bill.total_bytes
-    narrow, wide = (problem.head_dim_v * size + 2 * _FP32 for size in (problem.element_size, _FP32))
-    rows = problem.batch * problem.heads_q * problem.seq_q
-    out = rows * (2 * wide + problem.head_dim_v * problem.element_size + _FP32)
-    return bill.total_bytes - bill.state - bill.out + bill.state // narrow * wide + out
+        return traffic.estimate(problem, plan.schedule, plan.tile_q, plan.tile_kv).total_bytes
+    moved = loops.count(problem, schedules.of_plan(replace(problem, return_lse=True), plan))
+    return sum(one.loaded + one.stored for one in moved)
 
 
 # ---- verified, prepared, timed ---------------------------------------------------------------------------------------

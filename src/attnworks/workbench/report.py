@@ -1,39 +1,26 @@
 """The report of a verification run: one HTML page that needs nothing else, neither network nor other files.
 
-jinja2 and matplotlib are imported here alone (``pip install attnworks[report]``). Plots are inline SVG in the page's
-own colours, so that they follow its light or dark theme.
+Its look, its numbers and the drawing of its plots are ``page.py``'s.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from attnworks.workbench import environment, hand, summary
+from attnworks.workbench import environment, hand, page, summary
 from attnworks.workbench.metrics import Measure
+from attnworks.workbench.page import BAD, BEST, OURS, TEXT, WARN, plain
 from attnworks.workbench.sweep import Coverage
 from attnworks.workbench.verify import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours that matplotlib writes and the page replaces by its own.
-_TEXT, _FAINT, _OURS, _BEST, _EAGER, _BAD = "#010101", "#020202", "#030303", "#040404", "#050505", "#060606"
-_COLOURS = {
-    _TEXT: "var(--text)",
-    _FAINT: "var(--line)",
-    _OURS: "var(--accent)",
-    _BEST: "var(--good)",
-    _EAGER: "var(--warn)",
-    _BAD: "var(--bad)",
-}
 MOST_CASES = 100
 LEAST_SHARE = 1e-6  # what is closer to exact is drawn here
 
@@ -52,18 +39,9 @@ class Run:
 def render(results: Sequence[Result], run: Run, coverage: Sequence[Coverage] = ()) -> str:
     """The page as a string. Raises ``ModuleNotFoundError`` that names the extra to install, without jinja2 or
     matplotlib."""
-    try:
-        import jinja2
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"the report needs {error.name}: pip install 'attnworks[report]'", name=error.name
-        ) from error
-    engine = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    engine.filters.update(number=number, percent=percent, seconds=_seconds)
-    text = files("attnworks.workbench").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     failed = [result for result in results if result.status == "failed"]
-    return engine.from_string(text).render(
+    return page.render(
+        "report.html.j2",
         run=run,
         failed=failed,
         totals=_totals(results),
@@ -82,29 +60,6 @@ def render(results: Sequence[Result], run: Run, coverage: Sequence[Coverage] = (
 
 
 # ---- what the page shows ---------------------------------------------------------------------------------------------
-
-
-def number(value: float | None) -> str:
-    """A number in three figures, as people write it."""
-    if value is None or math.isnan(value):
-        return "–"
-    if math.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    if value == 0 or 1e-3 <= abs(value) < 999.5:
-        return f"{value:.3g}"
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa}e{int(exponent)}"
-
-
-def percent(share: float) -> str:
-    """A share in percent, what is far beyond 1 as a multiple."""
-    if 10 < share < math.inf:
-        return f"{number(share)} times"
-    return "∞" if math.isinf(share) else f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.0f} s" if value < 100 else f"{value / 60:.1f} min"
 
 
 def _totals(results: Sequence[Result]) -> dict[str, int]:
@@ -196,7 +151,7 @@ def _plots(results: Sequence[Result]) -> list[dict[str, str]]:
     if not pairs:
         return []
     kinds = _by_kind(pairs)
-    compared = _figure("compared", partial(_compare, groups=kinds), rows=2 * len(kinds))
+    compared = page.figure("compared", partial(_compare, groups=kinds), 1.1 + 0.68 * len(kinds))
     text = (
         "Relative Frobenius error of every tensor in all cases: the subject's beside that of the yardstick (a flash "
         "kernel at the same precision) and of eager attention in the input dtype. Boxes are quartiles, whiskers P1 to "
@@ -209,7 +164,7 @@ def _plots(results: Sequence[Result]) -> list[dict[str, str]]:
             groups.setdefault(grouping(result), []).append(summary.tightest(measure).share)
         if by == "subject" and len(groups) < 2:
             continue
-        svg = _figure(by, partial(_shares, groups=_ordered(by, groups)), rows=len(groups))
+        svg = page.figure(by, partial(_shares, groups=_ordered(by, groups)), 1.1 + 0.34 * len(groups))
         text = f"Error as a share of its tightest budget, which is the line at 1; below {LEAST_SHARE:g} all is alike."
         found.append({"title": f"By {by}", "svg": svg, "text": text})
     return found
@@ -231,9 +186,9 @@ def _by_kind(pairs: Sequence[tuple[Result, Measure]]) -> dict[str, list[Measure]
 def _compare(axes: Axes, groups: dict[str, list[Measure]]) -> None:
     """For each group three boxes: the subject's errors, the yardstick's, eager's."""
     sources: tuple[tuple[str, str, Callable[[Measure], float]], ...] = (
-        ("subject", _OURS, lambda m: m.frobenius),
-        ("yardstick", _BEST, lambda m: m.yardstick),
-        ("eager", _EAGER, lambda m: m.eager),
+        ("subject", OURS, lambda m: m.frobenius),
+        ("yardstick", BEST, lambda m: m.yardstick),
+        ("eager", WARN, lambda m: m.eager),
     )
     for place, (label, colour, value) in enumerate(sources):
         values = [[x for x in map(value, ms) if math.isfinite(x) and x > 0] or [1e-12] for ms in groups.values()]
@@ -241,13 +196,13 @@ def _compare(axes: Axes, groups: dict[str, list[Measure]]) -> None:
         axes.plot([], [], color=colour, linewidth=6, label=label)
     _finish(axes, list(groups), "relative Frobenius error")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1 + 0.5 / len(groups)), ncols=3, frameon=False,
-                fontsize=9, labelcolor=_TEXT)  # fmt: skip
+                fontsize=9, labelcolor=TEXT)  # fmt: skip
 
 
 def _shares(axes: Axes, groups: dict[str, list[float]]) -> None:
     values = [[max(LEAST_SHARE, min(share, 1e6)) for share in shares] for shares in groups.values()]
-    _boxes(axes, values, list(range(len(groups))), _OURS, width=0.5)
-    axes.axvline(1, color=_BAD, linewidth=1.5)
+    _boxes(axes, values, list(range(len(groups))), OURS, width=0.5)
+    axes.axvline(1, color=BAD, linewidth=1.5)
     _finish(axes, [f"{name} ({len(shares)})" for name, shares in groups.items()], "error / budget")
 
 
@@ -255,7 +210,7 @@ def _boxes(axes: Axes, values: list[list[float]], at: Sequence[float], colour: s
     axes.boxplot(
         values, positions=list(at), widths=width, orientation="horizontal", whis=(1, 99), showfliers=False,
         manage_ticks=False, patch_artist=True,
-        boxprops={"facecolor": colour, "edgecolor": colour, "alpha": 0.45}, medianprops={"color": _TEXT},
+        boxprops={"facecolor": colour, "edgecolor": colour, "alpha": 0.45}, medianprops={"color": TEXT},
         whiskerprops={"color": colour}, capprops={"color": colour},
     )  # fmt: skip
     tops = [max(group) for group in values]
@@ -266,31 +221,5 @@ def _finish(axes: Axes, labels: list[str], title: str) -> None:
     axes.set_xscale("log")
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.5, -0.5)
-    axes.set_xlabel(title, color=_TEXT)
-    axes.grid(axis="x", color=_FAINT, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_TEXT, which="both", length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
-
-
-def _figure(name: str, draw: Callable[[Axes], None], rows: int) -> str:
-    """An inline SVG in the page's colours, with ids of its own."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "attnworks", "font.size": 10}):
-        figure = Figure(figsize=(8.5, 1.1 + 0.34 * rows), layout="constrained")
-        draw(figure.subplots())
-        stream = io.StringIO()
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = stream.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    # Figures of one page share its ids.
-    for before in (' id="', 'href="#', "url(#"):
-        svg = svg.replace(before, f"{before}{name}-")
-    svg = re.sub(r'font: ([^;"]*)\'[^;"]*(?=[;"])', r"font: \1sans-serif", svg)
-    for written, variable in _COLOURS.items():
-        svg = svg.replace(written, variable)
-    return svg
+    axes.set_xlabel(title, color=TEXT)
+    plain(axes, "x")

@@ -8,8 +8,9 @@ interleaved rounds. A row is kept only where the winner is faster than the backe
 
 from __future__ import annotations
 
+import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnworks import tuned
-from attnworks.backends import triton
+from attnworks.backends import Backend, triton
 from attnworks.hardware import Hardware, detect
 from attnworks.masks import Bounds, MaskSpec
 from attnworks.plan import Plan
@@ -202,13 +203,21 @@ def _race(problem: Problem, plans: list[Plan], hardware: Hardware, clock: Clock,
     if table in wrong:
         raise NotVerifiedError(f"{table}: its result is wrong for {tuned.key_of(problem, hardware, triton.NAME)}")
     times = _timed(clock, {plan: runs[plan] for plan in finalists if plan not in wrong}, FINAL_ROUNDS)
-    best = min(times, key=lambda plan: statistics.median(times[plan]))
-    ratio = statistics.ratio(times[best], times[table], paired=True, seed=seed)
-    row = None
-    if best != table and ratio.verdict == "faster":
-        row = Row(best, round(ratio.value, 3), tuned.kernels_hash(triton.KERNELS), *_made_with(problem.device))
+    best, ratio, row = decide(times, table, triton, problem.device, seed)
     key, own = tuned.key_of(problem, hardware, triton.NAME), statistics.median(times[best])
     return Outcome(key, table, best, ratio, own, len(plans), tuple(str(plan) for plan in wrong), row)
+
+
+def decide(
+    times: Mapping[Plan, Sequence[float]], table: Plan, backend: Backend, device: str, seed: int = 0
+) -> tuple[Plan, Ratio, Row | None]:
+    """(the fastest plan of a final, how many times as fast it is as the table's choice, the row to keep): None where it
+    is the table's choice itself, not faster beyond doubt, or of a backend whose plans are not tuned."""
+    best = min(times, key=lambda plan: statistics.median(times[plan]))
+    ratio = statistics.ratio(times[best], times[table], paired=True, seed=seed)
+    if best == table or ratio.verdict != "faster" or not backend.KERNELS:
+        return best, ratio, None
+    return best, ratio, Row(best, round(ratio.value, 3), tuned.kernels_hash(backend.KERNELS), *_made_with(device))
 
 
 def _timed(clock: Clock, runs: dict[Plan, Callable[[], Tensor]], rounds: int) -> dict[Plan, list[float]]:
@@ -255,7 +264,10 @@ def _checker(p: Problem, o: Operands) -> Callable[[Tensor], bool]:
 
 
 def _made_with(device: str) -> tuple[str, str, str]:
-    """(driver, compiler, commit)."""
+    """(driver, compiler, commit); of a CPU its system and the extension's own version."""
     versions = environment.versions()
+    own = f"attnworks {versions['attnworks']}"
+    if device.startswith("cpu"):
+        return platform.platform(), f"{own}, torch {versions['torch']}", environment.commit() or own
     compiler = f"triton {versions.get('triton', '?')}, torch {versions['torch']}"
-    return environment.driver(device), compiler, environment.commit() or f"attnworks {versions['attnworks']}"
+    return environment.driver(device), compiler, environment.commit() or own

@@ -26,7 +26,6 @@ from attnworks.problem import Operands, Problem
 from attnworks.scores import ScoreTerm
 
 NAME = "cpu"
-KERNELS: tuple[Path, ...] = ()
 ABI = 4  # of the native extension this file calls
 
 MAX_HEAD_DIM = 576
@@ -55,11 +54,19 @@ def _load() -> tuple[ModuleType | None, str]:
 
 
 _native, _why_not = _load()
+# The extension itself: its sources do not come with it.
+KERNELS: tuple[Path, ...] = (Path(str(_native.__file__)),) if _native else ()
 
 
 def isas() -> tuple[str, ...]:
     """Instruction sets the native kernels can use on this machine, best first; empty if the extension is missing."""
     return tuple(_native.supported_isas()) if _native else ()
+
+
+def largest_tiles() -> tuple[int, int]:
+    """(rows, keys) of the largest tiles; the native kernels cut larger ones to these."""
+    assert _native is not None, "verdict() refuses before"
+    return int(_native.MAX_TILE_Q), int(_native.MAX_TILE_KV)
 
 
 def verdict(problem: Problem, hardware: Hardware) -> Verdict:
@@ -148,6 +155,8 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         if plan.tile_q < 1 or plan.tile_kv < 1:
             raise ValueError(f"plan tile_q, tile_kv: were {plan.tile_q}, {plan.tile_kv}, must be >= 1")
     else:
+        if plan.visit_all:
+            raise ValueError("plan visit_all: was True, must be False for schedule 'split_kv'")
         if problem.form == "varlen":
             raise ValueError("plan schedule: was 'split_kv', must be 'tiled' for packed sequences")
         if plan.split_kv < 1:
@@ -204,6 +213,8 @@ def _kernel(problem: Problem, plan: Plan, modifiers: Modifiers) -> Any:
     made = _native.Forward(isa, dtype, p.batch, p.heads_q, p.heads_kv, p.seq_q, p.seq_kv, p.head_dim, p.head_dim_v,
                            *strides, p.scale, *modifiers.bounds, plan.tile_q, plan.tile_kv)
     # fmt: on
+    if plan.visit_all:
+        made.visit_all()
     return modifiers.modify(made)
 
 

@@ -15,7 +15,7 @@ import torch
 from attnworks.backends import BackwardLauncher, Launcher
 from attnworks.errors import Verdict
 from attnworks.hardware import Hardware
-from attnworks.masks import Bounds, describe
+from attnworks.masks import Predicate, describe
 from attnworks.plan import Plan
 from attnworks.problem import Problem
 from attnworks.scores import ScoreTerm
@@ -51,9 +51,7 @@ def verdict(problem: Problem, hardware: Hardware) -> Verdict:
         reasons.append("forward-mode AD or a functorch transform must see torch operations")
     if problem.traced:
         reasons.append("a tracer or a tensor subclass must see torch operations")
-    if not all(isinstance(term, Bounds) for term in problem.mask):
-        reasons.append(f"mask {describe(problem.mask)} (has causal and window)")
-    reasons += _score_reasons(problem.scores)
+    reasons += _mask_reasons(problem) + _score_reasons(problem.scores)
     for name in ("head_dim", "head_dim_v"):
         if getattr(problem, name) > MAX_HEAD_DIM:
             reasons.append(f"{name} {getattr(problem, name)} (at most {MAX_HEAD_DIM})")
@@ -71,10 +69,35 @@ def _device_reasons(hardware: Hardware) -> list[str]:
     return reasons
 
 
+def _mask_reasons(problem: Problem) -> list[str]:
+    from attnworks.backends.cuda import extended, plans
+
+    if not plans.mapped(problem):
+        return []
+    if problem.form != "dense":
+        return [f"mask {describe(problem.mask)} where each sequence would need a tile map (has causal and window)"]
+    if any(isinstance(term, Predicate) and term.expression is None for term in problem.mask):
+        return [f"mask {describe(problem.mask)}"]
+    bits = extended.most_bits_bytes(problem)
+    if bits > extended.MOST_BITS_BYTES:
+        return [
+            f"mask {describe(problem.mask)}, whose tile map may take {bits} bytes (at most {extended.MOST_BITS_BYTES})"
+        ]
+    return []
+
+
 def _score_reasons(scores: tuple[ScoreTerm, ...]) -> list[str]:
-    reasons = [f"score modifier {term.kind}" for term in scores if term.kind not in ("softcap", "sink")]
-    if sum(term.kind == "softcap" for term in scores) > 1:
-        reasons.append("more than one softcap")
+    from attnworks.backends.cuda.source import BIAS_ELEMENTS
+
+    kinds = [term.kind for term in scores]
+    functions = [term.name for term in scores if term.kind == "function"]
+    reasons = [f"score function {name} (has softcap, ALiBi, bias and sink)" for name in functions]
+    reasons += [f"more than one {kind}" for kind in ("softcap", "alibi", "bias") if kinds.count(kind) > 1]
+    if "softcap" in kinds and any(kind in ("alibi", "bias") for kind in kinds[: kinds.index("softcap")]):
+        reasons.append("a softcap after ALiBi or a bias (it caps first)")
+    for term in scores:
+        if term.kind == "bias" and term.operand and term.operand.dtype not in BIAS_ELEMENTS:
+            reasons.append(f"bias of {term.operand.dtype} (has float32, bfloat16, float16)")
     return reasons
 
 
@@ -89,9 +112,12 @@ def _layout_reasons(problem: Problem, hardware: Hardware) -> list[str]:
     tiles = -(-p.seq_q // 128) * p.batch * p.heads_q
     if tiles >= 2**30:
         reasons.append(f"{tiles} tiles of rows (less than 2^30)")
-    if p.form == "dense" and 0 < tiles * FEW_TILES_SHARE <= hardware.units and p.seq_kv >= MANY_KEYS:
+    few = p.form == "dense" and 0 < tiles * FEW_TILES_SHARE <= hardware.units and p.seq_kv >= MANY_KEYS
+    if few and not plans.can_split(p):
+        why = "under a tile map" if plans.mapped(p) else "where batch_invariant is asked for"
         reasons.append(
-            f"{tiles} tiles of rows for {hardware.units} multiprocessors and {p.seq_kv} keys, which it does not split"
+            f"{tiles} tiles of rows for {hardware.units} multiprocessors and {p.seq_kv} keys, which it does not split "
+            f"{why}"
         )
     return reasons
 
@@ -99,7 +125,7 @@ def _layout_reasons(problem: Problem, hardware: Hardware) -> list[str]:
 def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
     from attnworks.backends.cuda import plans
 
-    return [plans.plan_for(problem)]
+    return [plans.plan_for(problem, hardware.units)]
 
 
 def check_plan(problem: Problem, plan: Plan) -> None:

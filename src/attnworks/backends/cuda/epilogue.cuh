@@ -1,14 +1,25 @@
 // Results to device memory, straight from registers: tiles may be partial, and a sequence's last row may have another
 // sequence's first behind it.
+#if SPLIT
+typedef float Result;  // a part's, which merge.cuh puts together
+#else
+typedef unsigned short Result;
+#endif
 struct Place {
-  unsigned short* out;  // of the thread's first row, at its columns
+  Result* out;          // of the thread's first row, at its columns
   float* lse;
   int left;             // rows of the sequence from that row on
 };
 DEV Place place_of(const Params& p, const Work& w, int row, int lane) {
   const i64 b = VARLEN ? 0 : w.batch, at = VARLEN ? (i64)w.start_q + row : row;
+#if SPLIT
+  float* part = (float*)p.out + w.split * p.out_split + b * p.out_batch + w.head * p.out_head + at * p.out_row;
+  float* lse = p.lse + w.split * p.lse_split + b * p.lse_batch + w.head * p.lse_head + at;
+  return {part + 2 * (lane % 4), lse, w.rows - row};
+#else
   unsigned short* out = (unsigned short*)p.out + b * p.out_batch + w.head * p.out_head + at * p.out_row + 8 * (lane % 4);
   return {out, p.lse ? p.lse + b * p.lse_batch + w.head * p.lse_head + at : nullptr, w.rows - row};
+#endif
 }
 
 // The rows' sums are complete: LSE (natural log), and 1 / sum for O. A row that saw no key: -inf and 0.
@@ -29,6 +40,18 @@ DEV void finish(Rows& rows, const Place& to, float sink, int lane) {
   }
 }
 
+#if SPLIT
+// O · scale as it is: a lane holds two columns of each eight.
+template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Params& p, const Place& to, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+#pragma unroll
+    for (int i = 0; i < N / 4; i++)
+      if (8 * r < to.left && (!PARTIAL_V || 8 * i + 2 * (lane % 4) < p.dim_v))
+        *(float2*)(to.out + r * 8 * p.out_row + 8 * i) =
+            make_float2(O[4 * i + 2 * r] * rows.scale[r], O[4 * i + 2 * r + 1] * rows.scale[r]);
+}
+#else
 // O · scale, rounded. Lanes of a row hold two columns of each eight: transposing 4 x 4 among the four lanes gives each of
 // them eight columns in a row, 16 bytes.
 template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Params& p, const Place& to, int lane) {
@@ -52,6 +75,8 @@ template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Par
     }
   }
 }
+
+#endif
 
 #if VARLEN
 // Rows after the last sequence belong to none: 0, and LSE -inf. Written by warps that have nothing else to do.

@@ -73,11 +73,20 @@ DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const 
   for (int turn = 0;; turn++) {
     Work w;
     const bool more = find(p, n, lane, cursor, w);
+#if MAPPED
+    w.span = more ? listed(p, w) : Span{};
+#endif
     // The slot's last reader must be done with it; only then is it written, and only then may it be read.
     barrier_wait(s.work_empty + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
     if (leads) {
+#if SPLIT
+      w.start_q = w.split;  // the place of what only packed sequences have
+#endif
       shared_store(s.work + (turn & 1) * WORK_BYTES, make_int4(w.row, w.head, w.batch, w.start_q));
       if (VARLEN) shared_store(s.work + (turn & 1) * WORK_BYTES + 16, make_int4(w.rows, w.keys, 0, 0));
+#if MAPPED
+      shared_store(s.work + (turn & 1) * WORK_BYTES + 16, make_int4(w.span.first, w.span.last, w.span.whole, w.span.bits));
+#endif
       barrier_arrive(s.work_full + 8 * (turn & 1));
     }
     if (!more) break;
@@ -86,9 +95,10 @@ DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const 
       if (leads) next = (int)(atomicAdd(p.counter, 1u) + gridDim.x);
       if (VARLEN) next = __shfl_sync(~0u, next, 0);
     }
-    const Span span = visited(w.row, w.rows, w.keys, diagonals(p, w.rows, w.keys));
+    const Span span = span_of(p, w, diagonals(p, w.rows, w.keys));
     const int kv_head = w.head / p.group;
-    auto load = [&](Ring& ring, const TensorMap* map, u32 full, u32 empty, u32 to, u32 bytes, int chunks, int tile) {
+    auto load = [&](Ring& ring, const TensorMap* map, u32 full, u32 empty, u32 to, u32 bytes, int chunks, int place) {
+      const int tile = MAPPED ? tile_at(p, place) : place;  // a map's list is read while the buffer is still in use
       barrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);  // every consumer is done with what the buffer held
       if (leads) {
         barrier_expect(full + 8 * ring.stage, bytes);
@@ -128,10 +138,16 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   Diagonals d;
   Span span = {0, 1};
   Place to;
+#if LATE_STORE
+  Place owed_to = {};
+  bool owed = false;  // O holds the results of the tile of rows before, which belong there
+#endif
+  Added added = {};
+  Bits bits = {};
   int turn = 0, row = 0, tile = 0;
   float sink = 0;
 
-  auto first_tile = [&] { return LEFT ? span.first : 0; };  // the one that is walked to last
+  auto first_tile = [&] { return LEFT || MAPPED || SPLIT ? span.first : 0; };  // the one that is walked to last
   // One lane speaks for its warp: its products are done (wgmma_wait), so the warp no longer reads the buffer.
   auto release = [&](u32 barrier) {
     if (lane == 0) barrier_arrive(barrier);
@@ -147,11 +163,17 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     wgmma_commit();
   };
   auto accumulate = [&](bool pass_turn) {  // O += P V, begun
+#if LATE_STORE  // results that are owed leave their registers first, while the tensor cores still work on S
+    const bool anew = owed;
+    if (__builtin_expect(owed, false)) store(O, rows, p, owed_to, lane), owed = false;
+#else
+    const bool anew = false;
+#endif
     const u64 b = v_tiles + v_ring.stage * (V_BYTES >> 4);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < TILE_KV / 16; i++)
-      wgmma_pv(O, P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3], b + i * (16 * 128 >> 4), 1);
+      wgmma_pv(O, P[4 * i], P[4 * i + 1], P[4 * i + 2], P[4 * i + 3], b + i * (16 * 128 >> 4), i > 0 || !anew);
     if (PINGPONG && pass_turn) named_arrive(2 + (group ^ 1), 256);  // the other group may issue its products
     wgmma_commit();
   };
@@ -179,12 +201,20 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       const int4 lengths = shared_load(slot + 16);
       w.rows = lengths.x, w.keys = lengths.y;
     }
+#if SPLIT
+    w.split = found.w;
+#endif
+#if MAPPED
+    const int4 listed = shared_load(slot + 16);
+    w.span = {listed.x, listed.y, listed.z, listed.w};
+#endif
     __syncwarp();  // all lanes have read the slot before it is given back
     release(s.work_empty + 8 * (turn & 1));
     if (w.batch < 0) return false;
     d = diagonals(p, w.rows, w.keys);
-    span = visited(w.row, w.rows, w.keys, d);
+    span = span_of(p, w, d);
     tile = span.last - 1, row = w.row + 64 * group + 16 * warp + lane / 4;
+    added = added_to(p, w, row, lane);
     barrier_wait(s.q_full + 8 * group, turn & 1);  // TMA's writes of Q before our products
     turn++;
     return true;
@@ -192,16 +222,26 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   auto begin_rows = [&] {
     to = place_of(p, w, row, lane);
     if (SINK) sink = p.sink[w.head];
+  };
+  auto clear = [&] {
 #pragma unroll
     for (int i = 0; i < HEAD_DIM_V / 2; i++) O[i] = 0;
   };
-  auto first_probs = [&] {  // the tile that holds the last visible key: always masked
+  auto fetch_bits = [&] {  // begun before the products whose S they mask
+#if MAPPED
+    bits = bits_of(p, span, tile, row - w.row, lane);
+#endif
+  };
+  auto first_probs = [&] {  // the tile that holds the last visible key, which without a mask all rows may see whole
     score(S, p);
-    mask(S, row, tile * TILE_KV, w.keys, d, lane);
+    add<true>(S, p, added, tile, w.keys, lane);
+    if (LEFT || RIGHT || MAPPED || w.keys % TILE_KV) mask(S, bits, row, tile * TILE_KV, w.keys, d, lane);
     softmax<true>(S, rows, p.factor);
   };
   auto step = [&](bool masked) {  // S of the next KV tile and P V of this one in flight together
     tile--;
+    if (masked) fetch_bits();
+    prefetch_bias(p, added, max(tile - 1, first_tile()), w.keys, lane);
     await_turn();
     pin(S), pin(O), pin(P);
     scores();
@@ -211,7 +251,10 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     pin(S);
     done_with_k();
     score(S, p);
-    if (masked) mask(S, row, tile * TILE_KV, w.keys, d, lane);
+    if (masked)
+      add<true>(S, p, added, tile, w.keys, lane), mask(S, bits, row, tile * TILE_KV, w.keys, d, lane);
+    else
+      add<false>(S, p, added, tile, w.keys, lane);
     softmax<false>(S, rows, p.factor);
     wgmma_wait<0>();  // O and P are free
     pin(O), pin(P);
@@ -227,9 +270,11 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     return;
   }
   wait_k();
+  fetch_bits();
   pin(S);
   scores();
   begin_rows();
+  clear();
   wgmma_wait<0>();
   pin(S);
   done_with_k();
@@ -238,6 +283,9 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   if (tile > first_tile()) wait_k();
   for (bool more = true; more;) {
     const int first = first_tile();
+#if MAPPED
+    while (tile > span.whole) step(true);  // listed last, walked first
+#endif
     if (RIGHT) {  // down to the tiles that all rows see whole
       const int whole = max(first, min(w.keys, w.row + d.high + 1) / TILE_KV);
       while (tile > whole) step(true);
@@ -252,6 +300,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
     more = next_work();
     if (more) {  // the last P V of this tile of rows beside the first S of the next
       wait_k();
+      fetch_bits();
       await_turn();
       pin(S), pin(O), pin(P);
       scores();
@@ -266,8 +315,14 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       pin(O), pin(P);
       done_with_v();
       to_operand(P, S);
+#if LATE_STORE
+      owed = true, owed_to = to;
+      begin_rows();
+#else
       store(O, rows, p, to, lane);
       begin_rows();
+      clear();
+#endif
       if (tile > first_tile()) wait_k();
     } else {
       wait_v();

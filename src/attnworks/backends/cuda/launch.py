@@ -9,17 +9,19 @@ from __future__ import annotations
 import ctypes
 import threading
 from ctypes import c_float, c_int, c_int64, c_void_p
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from attnworks.backends import Launcher
+from attnworks.backends.cuda import extended, split
 from attnworks.backends.cuda.compile import CompileError, cubin
 from attnworks.backends.cuda.counters import counters
 from attnworks.backends.cuda.driver import INVALID_CONTEXT, DriverError, LaunchConfig, driver
 from attnworks.backends.cuda.maps import Maps
-from attnworks.backends.cuda.plans import bounds, section, tiles_of, variant
+from attnworks.backends.cuda.plans import added, bounds, section, tiles_of, variant
 from attnworks.backends.cuda.source import L2_SECTION_BYTES, text
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
@@ -37,6 +39,13 @@ class Params(ctypes.Structure):
         *((name, c_int) for name in ("total_q", "dim_v")),
         *((name, c_int) for name in ("low_bottom", "high_bottom", "low_top", "high_top")),
         *((name, c_float) for name in ("factor", "inner")),
+        # What follows only the kernels read that are compiled for it.
+        *((name, c_void_p) for name in ("map_rows", "map_tiles", "map_bits", "slopes", "bias")),
+        *((name, c_int64) for name in ("bias_batch", "bias_head", "bias_row", "bias_key")),
+        *((name, c_int) for name in ("map_batch", "map_head", "slopes_batch")),
+        ("outer", c_float),
+        *((name, c_int) for name in ("splits", "split_tiles")),
+        *((name, c_int64) for name in ("out_split", "lse_split")),
     )
 
 
@@ -44,7 +53,9 @@ def params_of(p: Problem, plan: Plan) -> Params:
     """All but the addresses."""
     (out_batch, out_head, out_row), (lse_batch, lse_head, _) = p.result_strides()
     cap = next((term.cap for term in p.scores if term.kind == "softcap"), None)
-    if cap is not None:  # cap · tanh(s · scale / cap), of which the kernel has e^2x = 2^(x · inner)
+    if added(p):  # outer takes what the kernel has of a score to the score itself
+        factor, inner = LOG2E, 1.0 if cap is None else 2 * LOG2E * p.scale / cap
+    elif cap is not None:  # cap · tanh(s · scale / cap), of which the kernel has e^2x = 2^(x · inner)
         factor, inner = cap * LOG2E, 2 * LOG2E * p.scale / cap
     elif p.scale > 0:
         factor, inner = p.scale * LOG2E, 1.0
@@ -54,7 +65,8 @@ def params_of(p: Problem, plan: Plan) -> Params:
         out_batch=out_batch, out_head=out_head, out_row=out_row, lse_batch=lse_batch, lse_head=lse_head,
         batch=p.batch, heads=p.heads_q, group=p.group, rows=p.seq_q, keys=p.seq_kv,
         tiles=-(-p.seq_q // plan.tile_q), section=section(p, L2_SECTION_BYTES), total_q=p.total_q, dim_v=p.head_dim_v,
-        **bounds(p), factor=factor, inner=inner,
+        **bounds(p), factor=factor, inner=inner, outer=p.scale if cap is None else cap, **extended.strides(p),
+        **split.sizes(p, plan),
     )  # fmt: skip
 
 
@@ -103,19 +115,24 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...
 class Forward:
     """One kernel and its arguments on one device. Called with the operands: (out, lse)."""
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
+    def __init__(self, problem: Problem, plan: Plan, *, bias_pairs: bool = True) -> None:
         p = self._problem = problem
         self._built = built = variant(p, plan)
+        if not bias_pairs:
+            self._built = built = replace(built, bias_pairs=False)
         self._plan = plan
         device = torch.device(p.device)
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._out, self._lse = (_contiguous(shape) for shape in p.result_shapes())
         self._sink = _sink_of(p)
+        self._merge: split.Merge | None = None
         self._lock = threading.Lock()
         with torch.cuda.device(self._index):
             try:
                 self._context = driver().context()
                 self._function = driver().function(cubin(text(built)), "forward", built.shared_bytes)
+                if built.split:
+                    self._merge = split.Merge(p, plan)
             except (CompileError, DriverError) as error:
                 raise type(error)(f"{error}\nfor {plan}, compiled as {built}") from error
             units = torch.cuda.get_device_properties(self._index).multi_processor_count
@@ -123,18 +140,25 @@ class Forward:
             if self._counters is not None:
                 self._counters.ready()
         # Of packed sequences the lengths, and so the tiles, are known on the device only.
-        self._grid = units if built.varlen else min(units, tiles_of(p, plan))
+        self._grid = units if built.varlen else min(units, tiles_of(p, plan) * split.parts(p, plan))
         self._maps, self._params = Maps(p, plan), params_of(p, plan)
         self._arguments = (c_void_p * 4)(*self._maps.places, ctypes.addressof(self._params))
         self._config = LaunchConfig(self._grid, 1, 1, built.threads, 1, 1, built.shared_bytes)
         config, arguments = ctypes.addressof(self._config), ctypes.addressof(self._arguments)
         self._launch = partial(driver().launch, config, self._function, arguments, None)
 
+    @cached_property
+    def _single(self) -> Forward:
+        """The same for a bias that begins where two of its elements can't be read at once."""
+        return Forward(self._problem, self._plan, bias_pairs=False)
+
     def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
         index = self._index
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(o)
+        if self._built.bias_pairs and not extended.begins_with_a_pair(self._problem, o):
+            return self._single(o)
         device = o.q.device
         out = torch.empty_strided(*self._out, dtype=o.q.dtype, device=device)
         lse = None
@@ -142,16 +166,21 @@ class Forward:
             lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=device)
         sink = None if self._sink is None else o.scores[self._sink].to(torch.float32).contiguous()
         stream = torch._C._cuda_getCurrentRawStream(index)
+        more = extended.given(self._problem, self._plan, o, stream) if self._built.extended else None
+        merge = self._merge
+        into, into_lse = (out, lse) if merge is None else merge.empty(device)
         params = self._params
         with self._lock:
             self._maps.point_to(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr())
-            params.out = out.data_ptr()
-            if lse is not None:
-                params.lse = lse.data_ptr()
+            params.out = into.data_ptr()
+            if into_lse is not None:
+                params.lse = into_lse.data_ptr()
             if self._counters is not None:
                 params.counter = self._counters.take(stream)
             if sink is not None:
                 params.sink = sink.data_ptr()
+            if more is not None:
+                more.put_into(params)
             if o.cu_seqlens_q is not None and o.cu_seqlens_kv is not None:
                 params.ends_q, params.ends_kv = o.cu_seqlens_q.data_ptr(), o.cu_seqlens_kv.data_ptr()
             self._config.stream = stream
@@ -159,6 +188,9 @@ class Forward:
             if status == INVALID_CONTEXT:  # a thread that has not used the device yet
                 driver().make_current(self._context)
                 status = self._launch()
+            if merge is not None and not status:
+                assert into_lse is not None
+                merge.launch(into, into_lse, out, lse, sink, stream)
         if status:
             driver().check(status, f"launching {self._grid} thread blocks for {self._plan}, compiled as {self._built}")
         return out, lse

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
-from attnworks.backends.cuda.source import Variant
+import torch
+
+from attnworks.backends.cuda.source import BIAS_ELEMENTS, Variant
+from attnworks.expressions import OperandSpec
 from attnworks.masks import Bounds
 from attnworks.plan import Plan
 from attnworks.problem import Problem
 
 NAME = "cuda"
 SHARED_LIMIT = 232448  # bytes of one thread block, compute capability 9.0
+MAP_KEYS = 128  # of a tile: four lanes share a row of a map's bits, 32 each
+LEAST_KEYS, MOST_PARTS = 512, 128  # of a part; of the keys
 FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal, three of which fit 32 bits
 
 
 class Line(NamedTuple):
-    """For head dims up to these, a kind of mask ("" is any) and at least so many keys: tiles and stages."""
+    """For head dims up to these, a kind of kernel ("" is any) and at least so many keys: tiles and stages. Kinds:
+    "bias" and "map", which take registers, else by the bounds "full", "causal" and "window"."""
 
     head_dim: int
     head_dim_v: int
-    mask: str
+    kind: str
     keys: int
     tile_q: int
     tile_kv: int
@@ -28,13 +35,26 @@ class Line(NamedTuple):
 
 
 # The first line that fits. TFLOP/s of a prototype of this kernel, bf16, 16k tokens, heads · head_dim = 2048, one H200
-# (2026-11-29), at N = 512, 1k, 2k, 4k, 8k, 16k; "not measured" where it had no such variant.
+# (2026-11-29), at N = 512, 1k, 2k, 4k, 8k, 16k; "not measured" where it had no such variant. Where it says "this
+# kernel", the prototype's choice lost in two interleaved runs (2026-11-30).
 TABLE = (
-    # 367 437 517 538 575 575; no other was tried
-    Line(64, 64, "full", 0, 192, 128, 3),
-    # 487 522 and 493 541 for two and three groups at 8k and 16k
-    Line(64, 64, "causal", 8192, 192, 128, 3),
-    # 254 350 428 463 against 222 296 413 462 for three groups: shorter tiles leave less of the triangle's edge unused
+    # not measured: the most keys whose S leaves registers for a bias, and for a map
+    Line(128, 128, "bias", 0, 128, 128, 2),
+    Line(192, 128, "bias", 0, 128, 96, 2),
+    Line(192, 192, "bias", 0, 128, 80, 2),
+    Line(256, 256, "bias", 0, 128, 64, 2),
+    Line(64, 64, "map", 0, 128, 128, 3),
+    Line(128, 128, "map", 0, 128, 128, 2),
+    Line(192, 128, "map", 0, 128, 128, 2),
+    Line(192, 192, "map", 0, 128, 96, 2),
+    Line(256, 256, "map", 0, 128, 64, 2),
+    # 517 538 575 575
+    Line(64, 64, "full", 2048, 192, 128, 3),
+    # this kernel at 1k: 1-2 % faster than three groups
+    Line(64, 64, "full", 0, 128, 128, 3),
+    # 487 493 and 522 541 for two and three groups at 8k and 16k; this kernel at 4k: three are 3-4 % faster
+    Line(64, 64, "causal", 4096, 192, 128, 3),
+    # 254 350 428 against 222 296 413 for three groups: shorter tiles leave less of the triangle's edge unused
     Line(64, 64, "", 0, 128, 128, 3),
     # 722 735 against 712 720 for 128 keys; below 8k 502 582 662 690 against 534 634 687 693. Heads of 96: not measured
     Line(128, 128, "full", 8192, 128, 144, 2),
@@ -64,28 +84,54 @@ def bounds(p: Problem) -> dict[str, int]:
     return found
 
 
+def mapped(p: Problem) -> bool:
+    """Whether the mask is more than closed bounds: a tile map then says all of it."""
+    return not all(isinstance(term, Bounds) for term in p.mask)
+
+
 def limited(p: Problem) -> tuple[bool, bool]:
-    """Whether the bounds hide keys to the left, and to the right."""
+    """Whether the kernel has bounds that hide keys to the left, and to the right."""
+    if mapped(p):
+        return False, False
     found = bounds(p)
     left = max(found["low_bottom"], found["low_top"]) > -FAR
     return left, min(found["high_bottom"], found["high_top"]) < FAR
 
 
-def plan_for(p: Problem) -> Plan:
-    """The table's plan."""
+def plan_for(p: Problem, units: int = 0) -> Plan:
+    """The table's plan; on so many multiprocessors with its keys split where that fills them."""
     left, right = limited(p)
-    mask = "window" if left else "causal" if right else "full"
+    bounded = "window" if left else "causal" if right else "full"
+    kind = "bias" if bias_of(p)[0] else "map" if mapped(p) else bounded
     for line in TABLE:
         fits = p.head_dim <= line.head_dim and p.head_dim_v <= line.head_dim_v and p.seq_kv >= line.keys
-        if fits and line.mask in ("", mask):
-            return Plan(NAME, "q_outer", line.tile_q, line.tile_kv, warps=line.tile_q // 16 + 4, stages=line.stages)
+        if fits and line.kind in ("", kind):
+            plan = Plan(NAME, "q_outer", line.tile_q, line.tile_kv, warps=line.tile_q // 16 + 4, stages=line.stages)
+            return split_over(p, plan, units)
     raise ValueError(f"head_dim, head_dim_v: were {p.head_dim}, {p.head_dim_v}, must be at most 256")
+
+
+def can_split(p: Problem) -> bool:
+    """Whether keys may be split at all. How many parts fill the card depends on the rest of the batch, so not where
+    bits must not."""
+    return p.form == "dense" and not mapped(p) and not p.batch_invariant
+
+
+def split_over(p: Problem, plan: Plan, units: int) -> Plan:
+    """The plan with as many parts of the keys as fill the multiprocessors once, if at least two do."""
+    tiles = tiles_of(p, plan)
+    most = min(units // max(tiles, 1), p.seq_kv // LEAST_KEYS, MOST_PARTS)
+    if most < 2 or not can_split(p):
+        return plan
+    keys = math.ceil(p.seq_kv / most / plan.tile_kv) * plan.tile_kv
+    return replace(plan, schedule="split_kv", split_kv=keys)
 
 
 def variant(p: Problem, plan: Plan) -> Variant:
     """What the kernel of a problem and its plan is compiled for."""
     left, right = limited(p)
     kinds = {term.kind for term in p.scores}
+    biased, steps = bias_of(p)
     return Variant(
         bf16=str(p.dtype) == "torch.bfloat16",
         head_dim=16 * math.ceil(p.head_dim / 16),
@@ -97,9 +143,41 @@ def variant(p: Problem, plan: Plan) -> Variant:
         right=right,
         varlen=p.form == "varlen",
         partial_v=p.head_dim_v % 32 != 0,
-        modifier=2 if "softcap" in kinds else 0 if p.scale > 0 else 1,
-        sink="sink" in kinds,
+        modifier=2 if "softcap" in kinds else 0 if p.scale > 0 or added(p) else 1,
+        sink="sink" in kinds and not plan.split_kv,
+        mapped=mapped(p),
+        alibi=0 if "alibi" not in kinds else 2 if none_ahead(p) else 1,
+        bias=BIAS_ELEMENTS.index(biased) if biased in BIAS_ELEMENTS else 0,
+        bias_keys=min(steps[3], 2),
+        bias_rows=steps[2] > 0,
+        bias_pairs=steps[3] == 1 and not any(step % 2 for step in steps[:3]),
+        split=plan.split_kv > 0,
     )
+
+
+def added(p: Problem) -> bool:
+    """Whether something is added to scores, which are then taken to their own units first."""
+    return any(term.kind in ("alibi", "bias") for term in p.scores)
+
+
+def none_ahead(p: Problem) -> bool:
+    """Whether every key that a query sees lies behind it, or beside it, as ALiBi counts distances."""
+    return any(isinstance(term, Bounds) and (term.right, term.align) == (0, "bottom-right") for term in p.mask)
+
+
+def bias_of(p: Problem) -> tuple[torch.dtype | None, tuple[int, int, int, int]]:
+    """The bias's element, None if there is no bias, and its strides along batch, head, query and key."""
+    for term in p.scores:
+        if term.kind == "bias" and term.operand:
+            return term.operand.dtype, broadcast_strides(term.operand)
+    return None, (0, 0, 0, 0)
+
+
+def broadcast_strides(operand: OperandSpec) -> tuple[int, int, int, int]:
+    """Strides along batch, head, query and key of an operand that broadcasts to them: 0 where it has one element."""
+    found = [0 if size == 1 else step for size, step in zip(operand.shape, operand.strides, strict=True)]
+    batch, head, query, key = [*[0] * (4 - len(found)), *found]
+    return batch, head, query, key
 
 
 def tiles_of(p: Problem, plan: Plan) -> int:
@@ -109,19 +187,22 @@ def tiles_of(p: Problem, plan: Plan) -> int:
 
 def check(p: Problem, plan: Plan) -> None:
     """Raises ``ValueError`` naming the field that the kernel can't be compiled for or run with."""
-    if plan.schedule != "q_outer":
-        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer'")
+    if plan.schedule not in ("q_outer", "split_kv"):
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' or 'split_kv'")
     if plan.tile_q not in (128, 192):
         raise ValueError(f"plan tile_q: was {plan.tile_q}, must be 128 or 192: two or three warpgroups of 64 rows")
     if plan.tile_kv % 16 or not 16 <= plan.tile_kv <= 256:
         raise ValueError(f"plan tile_kv: was {plan.tile_kv}, must be a multiple of 16 in 16..256")
     if plan.warps != plan.tile_q // 16 + 4:
         raise ValueError(f"plan warps: was {plan.warps}, must be {plan.tile_q // 16 + 4} for tile_q {plan.tile_q}")
+    if mapped(p) and plan.tile_kv > MAP_KEYS:
+        raise ValueError(f"plan tile_kv: was {plan.tile_kv}, must be at most {MAP_KEYS} for a mask with a tile map")
     if not 2 <= plan.stages <= 4:
         raise ValueError(f"plan stages: was {plan.stages}, must be in 2..4")
-    for name in ("split_kv", "isa"):
+    for name in ("isa", "visit_all"):
         if getattr(plan, name):
             raise ValueError(f"plan {name}: was {getattr(plan, name)!r}, must be left out, the kernel has none")
+    _check_split(p, plan)
     built = variant(p, plan)
     if built.shared_bytes > SHARED_LIMIT:
         raise ValueError(
@@ -132,6 +213,19 @@ def check(p: Problem, plan: Plan) -> None:
         raise ValueError(
             f"plan tile_kv: was {plan.tile_kv}, must leave S, P and O at most {built.most_accumulators} registers of a "
             f"thread, took {built.accumulators}"
+        )
+
+
+def _check_split(p: Problem, plan: Plan) -> None:
+    if plan.schedule == "q_outer":
+        if plan.split_kv:
+            raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule 'q_outer'")
+    elif p.form != "dense" or mapped(p):
+        raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' for packed sequences and tile maps")
+    elif plan.split_kv < 1 or plan.split_kv % plan.tile_kv or plan.split_kv * MOST_PARTS < p.seq_kv:
+        raise ValueError(
+            f"plan split_kv: was {plan.split_kv}, must be a multiple of tile_kv = {plan.tile_kv} that makes at most "
+            f"{MOST_PARTS} parts"
         )
 
 

@@ -38,6 +38,20 @@ DEV int4 shared_load(u32 from) {
   return x;
 }
 
+// ---- device memory that no launch writes to; read where it stands in the text, so that what follows hides its latency
+DEV int load_constant(const int* from) {
+  int x;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(x) : "l"(from));
+  return x;
+}
+DEV int4 load_constant(const int4* from) {
+  int4 x;
+  asm volatile("ld.global.nc.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  return x;
+}
+
+DEV void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+
 // ---- named barriers of several warps
 DEV void named_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 DEV void named_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

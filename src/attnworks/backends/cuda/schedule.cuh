@@ -13,13 +13,40 @@ struct Params {
   int low_bottom, high_bottom, low_top, high_top;  // query i sees keys i + low to i + high, from either corner
   float factor;   // takes scores, after score(), to exponents of 2
   float inner;    // what score() multiplies by
+#if EXTENDED  // what plain kernels have no use for
+  const int4* map_rows;   // tile map, for each tile of rows: {first, last, whole, bits} of its Span
+  const int* map_tiles;   // the KV tiles at those places
+  const u32* map_bits;    // of partial tiles [TILE_Q][4]: which keys a row sees, a word for each lane of the row's four
+  const float* slopes;    // ALiBi, for each query head
+  const void* bias;
+  i64 bias_batch, bias_head, bias_row, bias_key;  // strides in elements, 0 where it is broadcast
+  int map_batch, map_head, slopes_batch;          // rows of the map, and slopes, from one batch or head to the next
+  float outer;                                    // takes S, after score(), to the units of slopes and bias
+  int splits, split_tiles;  // parts of the keys, each of so many KV tiles, for each of which there is a result
+  i64 out_split, lse_split; // elements from one part's results to the next's
+#endif
+};
+
+// The KV tiles of a tile of rows: first..last - 1, walked from the last to the first. With a tile map these are places in
+// its list, of which those before `whole` hold tiles that all rows see whole, and place + bits numbers a partial tile's bits.
+struct Span {
+  int first, last;
+#if MAPPED
+  int whole, bits;
+#endif
 };
 
 // One tile of rows, as the producer finds it and the consumers read it from shared memory. batch < 0: no more work.
 struct Work {
   int row, head, batch, rows, keys, start_q, start_kv;
+#if MAPPED
+  Span span;
+#endif
+#if SPLIT
+  int split;  // which part of the keys
+#endif
 };
-constexpr u32 WORK_BYTES = 32;  // of which packed sequences use more than the first 16
+constexpr u32 WORK_BYTES = 32;  // of which packed sequences and tile maps use more than the first 16
 
 struct Diagonals {
   int low, high;
@@ -29,17 +56,39 @@ DEV Diagonals diagonals(const Params& p, int rows, int keys) {
   return {LEFT ? max(p.low_bottom + shift, p.low_top) : 0, RIGHT ? min(p.high_bottom + shift, p.high_top) : 0};
 }
 
-// KV tiles first..last - 1, walked from the last to the first. A tile of rows that sees no key visits one all the same,
-// all of it masked, so that it goes the way of the others and comes out as 0.
-struct Span {
-  int first, last;
-};
+// A tile of rows that sees no key visits one all the same, all of it masked, so that it goes the way of the others and
+// comes out as 0. Tile maps list one for it, without a bit.
 DEV Span visited(int row, int rows, int keys, Diagonals d) {
   const int begin = LEFT ? max(0, row + d.low) : 0;
   const int end = RIGHT ? min(keys, min(row + TILE_Q, rows) + d.high) : keys;
   if (end <= begin) return {0, 1};
   return {begin / TILE_KV, (end + TILE_KV - 1) / TILE_KV};
 }
+
+DEV Span span_of(const Params& p, const Work& w, Diagonals d) {
+#if MAPPED
+  return w.span;
+#elif SPLIT  // where none of the part's tiles is visited, its first one is: nothing in it is seen
+  const Span all = visited(w.row, w.rows, w.keys, d);
+  const int begin = w.split * p.split_tiles, first = max(all.first, begin), last = min(all.last, begin + p.split_tiles);
+  return first < last ? Span{first, last} : Span{begin, begin + 1};
+#else
+  return visited(w.row, w.rows, w.keys, d);
+#endif
+}
+DEV int tile_at(const Params& p, int place) {
+#if MAPPED
+  return load_constant(p.map_tiles + place);
+#else
+  return place;
+#endif
+}
+#if MAPPED
+DEV Span listed(const Params& p, const Work& w) {
+  const int4 found = load_constant(p.map_rows + (i64)w.batch * p.map_batch + w.head * p.map_head + w.row / TILE_Q);
+  return {found.x, found.y, found.z, found.w};
+}
+#endif
 
 // The n-th tile of `heads` heads with `tiles` tiles each. Under a causal mask long tiles go first, so that no long one is
 // left for the end, inside of sections of heads whose keys stay in L2.
@@ -91,6 +140,9 @@ DEV bool find(const Params& p, int n, int lane, Cursor& c, Work& w) {
 #else
 struct Cursor {};
 DEV bool find(const Params& p, int n, int, Cursor&, Work& w) {
+#if SPLIT
+  w.split = n % p.splits, n /= p.splits;
+#endif
   if (n >= p.tiles * p.batch * p.heads) {
     w.batch = -1;
     return false;

@@ -9,33 +9,6 @@ struct Rows {
   bool grew;         // whether that is not 1 for a row of this warp
 };
 
-// Score modifiers without operands: 1: s · inner, where the scale is no factor of the exponents; 2: tanh(s · inner),
-// softcap. tanh by its definition: the instruction's error of 2^-11 would be multiplied by the cap.
-template <int N> DEV void score(float (&S)[N], const Params& p) {
-#if MODIFIER == 1
-#pragma unroll
-  for (int i = 0; i < N; i++) S[i] *= p.inner;
-#elif MODIFIER == 2
-#pragma unroll
-  for (int i = 0; i < N; i++) S[i] = 1 - 2 * reciprocal(exp2_fast(S[i] * p.inner) + 1);
-#endif
-}
-
-// Hides keys past the last and outside of the bounds. `row`: the thread's first; `key`: the tile's first.
-template <int N> DEV void mask(float (&S)[N], int row, int key, int keys, Diagonals d, int lane) {
-  const int column = key + 2 * (lane % 4);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const int stop = (RIGHT ? min(keys, row + 8 * r + d.high + 1) : keys) - column;
-    const int start = row + 8 * r + d.low - column;
-#pragma unroll
-    for (int i = 0; i < N / 4; i++)
-#pragma unroll
-      for (int e = 0; e < 2; e++)
-        if (8 * i + e >= stop || (LEFT && 8 * i + e < start)) S[4 * i + 2 * r + e] = -INFINITE;
-  }
-}
-
 // S → 2^(factor · S - maximum). The maximum of the first tile is exact, so that no stand-in for -inf takes part; later it
 // follows only where it grew by more than RESCALE_ABOVE. Other rows keep a scale of exactly 1, whoever shares their warp.
 template <bool FIRST, int N> DEV void softmax(float (&S)[N], Rows& rows, float factor) {

@@ -9,16 +9,26 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 
-PARTS = ("ptx.cuh", "schedule.cuh", "softmax.cuh", "epilogue.cuh", "forward.cuh")
+import torch
+
+PARTS = ("ptx.cuh", "schedule.cuh", "scores.cuh", "mask.cuh", "softmax.cuh", "epilogue.cuh", "forward.cuh")
+MERGE_PARTS = ("ptx.cuh", "merge.cuh")
 # K and V of the heads that are worked on together under a causal mask: so much stays in the 50 MB of L2.
 L2_SECTION_BYTES = 32 * 2**20
 WORK_BYTES, BARRIER_BYTES = 32, 8
+BIAS_ELEMENTS = (None, torch.float32, torch.bfloat16, torch.float16)  # by the number that scores.cuh has for it
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a forward kernel is compiled for. ``head_dim`` is rounded up to 16, ``head_dim_v`` to 32: columns beyond the
-    tensors' own arrive as 0; ``partial_v``: there are such in V. ``modifier``: see softmax.cuh."""
+    """What a forward kernel is compiled for.
+
+    ``head_dim`` is rounded up to 16, ``head_dim_v`` to 32: columns beyond the tensors' own arrive as 0; ``partial_v``:
+    there are such in V. ``modifier``: see scores.cuh. ``mapped``: the mask is a tile map. ``alibi``: 2 where no key
+    that is seen lies ahead of its row, else 1. ``bias``: 0 for none, else its element, of ``BIAS_ELEMENTS``;
+    ``bias_keys``: its step from one key to the next, 2 for any but 0 and 1; ``bias_rows``: rows differ; ``bias_pairs``:
+    two neighbours are read at once. ``split``: results are those of parts of the keys, in fp32.
+    """
 
     bf16: bool
     head_dim: int
@@ -32,6 +42,13 @@ class Variant:
     partial_v: bool = False
     modifier: int = 0
     sink: bool = False
+    mapped: bool = False
+    alibi: int = 0
+    bias: int = 0
+    bias_keys: int = 0
+    bias_rows: bool = False
+    bias_pairs: bool = False
+    split: bool = False
 
     @property
     def groups(self) -> int:
@@ -42,9 +59,19 @@ class Variant:
         return 128 * (self.groups + 1)
 
     @property
+    def longest_first(self) -> bool:
+        """Whether the last tiles of rows have the most keys."""
+        return (self.right and not self.left) or self.mapped
+
+    @property
     def dynamic(self) -> bool:
         """Whether tiles differ so much in length that thread blocks draw them as they get free."""
-        return self.varlen or (self.right and not self.left)
+        return self.varlen or self.longest_first
+
+    @property
+    def extended(self) -> bool:
+        """Whether the kernel has parameters that a plain one has not."""
+        return self.mapped or self.alibi > 0 or self.bias > 0 or self.split
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -53,6 +80,15 @@ class Variant:
         if self.groups == 3:
             return 160, 32
         return 232, 40
+
+    @property
+    def late_store(self) -> bool:
+        """Whether results wait in their registers until the tensor cores work on the next tile of rows: of full
+        attention alone. Three groups' threads, those of wider heads and those of most masks and modifiers have no
+        registers left to remember where the results belong; under a causal mask, where tiles of rows end more often, it
+        lost 1 to 2 % below 4k keys (H200, 2026-11-30)."""
+        masked = self.left or self.right or self.mapped or self.varlen or self.split
+        return self.groups == 2 and self.head_dim_v <= 128 and not (masked or self.modifier or self.alibi or self.bias)
 
     @property
     def accumulators(self) -> int:
@@ -76,7 +112,8 @@ class Variant:
         consumer, producer = self.registers
         return own | {
             "GROUPS": self.groups, "PINGPONG": int(self.groups == 2), "DYNAMIC": int(self.dynamic),
-            "LONGEST_FIRST": int(self.right and not self.left),
+            "LONGEST_FIRST": int(self.longest_first), "EXTENDED": int(self.extended),
+            "LATE_STORE": int(self.late_store),
             "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
             "KV_ROW_BYTES": 2 * (self.head_dim + self.head_dim_v), "L2_SECTION_BYTES": L2_SECTION_BYTES,
         }  # fmt: skip
@@ -89,6 +126,11 @@ def text(variant: Variant) -> str:
     lines.append(_wgmma("wgmma_qk", variant.tile_kv, dtype, a_in_registers=False, b_transposed=False))
     lines.append(_wgmma("wgmma_pv", variant.head_dim_v, dtype, a_in_registers=True, b_transposed=True))
     return "\n".join([*lines, *(f'#line 1 "{part}"\n{_part(part)}' for part in PARTS)])
+
+
+def merge_text(*, bf16: bool) -> str:
+    """The source of the kernel ``merge``, which puts the parts of a split result together."""
+    return f"#define BF16 {int(bf16)}\n" + "\n".join(f'#line 1 "{part}"\n{_part(part)}' for part in MERGE_PARTS)
 
 
 @cache

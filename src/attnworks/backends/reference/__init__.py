@@ -47,7 +47,7 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
 def check_plan(problem: Problem, plan: Plan) -> None:
     if plan.schedule not in SCHEDULES:
         raise ValueError(f"plan schedule: was {plan.schedule!r}, must be one of {SCHEDULES} on backend 'reference'")
-    for name in ("split_kv", "isa"):
+    for name in ("split_kv", "isa", "visit_all"):
         if getattr(plan, name):
             raise ValueError(f"plan {name}: was {getattr(plan, name)!r}, but backend 'reference' has no such choice")
     for name in ("tile_q", "tile_kv"):

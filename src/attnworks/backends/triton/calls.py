@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ FAR = parts.FAR.value
 class Modifiers:
     """What the kernels are built with for a problem's scores and mask, and what they are given for them at a call."""
 
-    def __init__(self, problem: Problem, grouped: bool = False) -> None:
+    def __init__(self, problem: Problem, grouped: bool = False, visit_all: bool = False) -> None:
         self.problem = problem
-        self._expression, mask = score_expression(problem.scores), mask_expression(problem.mask)
+        self._expression = score_expression(problem.scores)
+        mask = mask_expression(problem.mask, bounds=visit_all)
         self.score = None if self._expression is None else jit(self._expression, "score")
         self.mask = None if mask is None else jit(mask, "mask")
         self._score_facts = () if self._expression is None else operand_facts(self._expression)
@@ -38,7 +40,7 @@ class Modifiers:
         self._sink = next((t.operand.index for t in problem.scores if t.kind == "sink" and t.operand), None)
         # Packed sequences and caches would need a map for each length, heads that are rows of one tile a map for all of
         # them: there the mask is evaluated in every tile.
-        self.mapped = mask is not None and problem.form == "dense" and not grouped
+        self.mapped = mask is not None and problem.form == "dense" and not grouped and not visit_all
 
     def slope(self) -> Any:
         """The derivative of ``score`` by the score it is given; None where there is none."""
@@ -100,7 +102,7 @@ PRECISION = "ieee"
 
 def prepare(problem: Problem, plan: Plan) -> Launcher:
     p, grouped = problem, plan.schedule in GROUPED
-    modifiers = Modifiers(p, grouped)
+    modifiers = Modifiers(p, grouped, plan.visit_all)
     heads = p.heads_kv if grouped else p.heads_q
     rows = p.seq_q * p.group if grouped else p.seq_q
     row_tiles = math.ceil(rows / plan.tile_q)
@@ -112,7 +114,7 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
     out_strides, lse_strides = p.result_strides()
     out_size, lse_size = math.prod(out_shape), math.prod(lse_shape)
     _, rest = columns(p.head_dim)
-    edges = bounds(p)
+    edges = bounds(replace(p, mask=()) if plan.visit_all else p)
     folded = modifiers.score is None and p.scale > 0 and p.kv_dtype is None
     even = p.form == "dense" and p.seq_kv % plan.tile_kv == 0
     fixed = {

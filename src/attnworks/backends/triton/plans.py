@@ -192,6 +192,8 @@ def check(problem: Problem, plan: Plan) -> None:
             raise ValueError(f"plan {name}: was {size}, must be a power of two, at least 16")
     if plan.warps not in (1, 2, 4, 8, 16):
         raise ValueError(f"plan warps: was {plan.warps}, must be 1, 2, 4, 8 or 16")
+    if plan.visit_all and plan.schedule != "q_outer":
+        raise ValueError(f"plan visit_all: was True, must be False for schedule {plan.schedule!r}")
     if plan.stages < 1:
         raise ValueError(f"plan stages: was {plan.stages}, must be >= 1")
     if plan.schedule != "split_kv":

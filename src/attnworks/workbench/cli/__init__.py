@@ -16,8 +16,8 @@ from attnworks.errors import UnsupportedError
 from attnworks.workbench.quick_check import NotVerifiedError
 
 COMMANDS = (
-    *("verify", "diagnose", "bench", "history", "compare", "regress"),
-    *("generations", "sweep", "traffic", "explain", "devices"),
+    *("verify", "diagnose", "bench", "history", "compare", "regress", "report"),
+    *("generations", "sweep", "casestudy", "traffic", "flow", "explain", "devices"),
 )
 
 

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import click
 import torch
 
+from attnworks import hardware
+from attnworks.hardware import Hardware
 from attnworks.masks import Causal, Window
 from attnworks.problem import Problem
 from attnworks.workbench.providers import describe
@@ -101,6 +103,21 @@ def command_with_default_seq(command: Command, seq: int) -> Command:
     """Remember the default length where ``problem_from`` finds it."""
     command.__dict__["default_seq"] = seq
     return command
+
+
+def machine_option(command: Command) -> Command:
+    """``--machine`` as the parameter ``machine``, for ``machine_named``."""
+    known = ", ".join(hardware.machines())
+    return click.option(
+        "--machine", default="textbook", show_default=True, help=f"cpu (this one, measured), or one of {known}."
+    )(command)
+
+
+def machine_named(name: str) -> Hardware:
+    """The machine of that name, or this one's CPU. Raises ``ValueError`` for an unknown name."""
+    from attnworks.workbench import ceilings
+
+    return ceilings.measured_hardware(torch.get_num_threads()) if name == "cpu" else hardware.load(name)
 
 
 def given(ctx: click.Context) -> list[str]:

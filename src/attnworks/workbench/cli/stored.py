@@ -52,5 +52,5 @@ def plan_in_words(record: Record) -> str:
         return "-"
     plan = record.plan
     tiles = f"{plan['tile_q']}x{plan['tile_kv']}" if plan.get("tile_q") or plan.get("tile_kv") else ""
-    others = [f"{name} {plan[name]}" for name in ("split_kv", "isa", "warps", "stages") if plan.get(name)]
+    others = [f"{name} {plan[name]}" for name in ("split_kv", "isa", "warps", "stages", "visit_all") if plan.get(name)]
     return " ".join(filter(None, (plan.get("backend", ""), plan["schedule"], tiles, *others)))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from rich.markup import escape
 
-from attnworks import hardware
 from attnworks.hardware import Hardware
 from attnworks.problem import Problem
 from attnworks.traffic import SCHEDULES, Traffic, estimate, paper_tiles
-from attnworks.workbench import ceilings
+from attnworks.workbench import levels, schedules
+from attnworks.workbench.cli.levels import show
 from attnworks.workbench.cli.output import (
     console,
     in_bytes,
@@ -24,7 +25,7 @@ from attnworks.workbench.cli.output import (
     print_table,
     table,
 )
-from attnworks.workbench.cli.problems import problem_from, problem_options
+from attnworks.workbench.cli.problems import machine_named, machine_option, problem_from, problem_options
 
 DEFAULT_SEQ = 4096
 LABELS = {
@@ -38,25 +39,44 @@ STATEMENT = "Tiling saves bytes, not FLOPs: without a mask every schedule does t
 
 @click.command()
 @problem_options(heads=1, seq=DEFAULT_SEQ, head_dim=128, dtype="float16")
-@click.option(
-    "--machine",
-    default="textbook",
-    show_default=True,
-    help=f"cpu (this one, measured), or one of {', '.join(hardware.machines())}.",
-)
+@machine_option
 @click.option("--tile-q", type=click.IntRange(min=1), help="Rows of a Q tile.  [default: FlashAttention-1's formula]")
 @click.option("--tile-kv", type=click.IntRange(min=1), help="Keys of a KV tile.  [default: FlashAttention-1's formula]")
+@click.option(
+    "--schedule",
+    "names",
+    multiple=True,
+    help=f"Bytes by memory level, with the cache before the slow memory, of {', '.join(schedules.NAMES)} (the "
+    "backend's plan on --machine), or of one of your own: FILE.py:NAME. Repeat it for several.",
+)
+@click.option("--backward", is_flag=True, help="The backward of --schedule.")
+@click.option(
+    "--measured",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON of what a profiler counted for --schedule, to stand beside the prediction: docs/traffic.md.",
+)
 @json_option
 @click.pass_context
 def traffic(
-    ctx: click.Context, /, machine: str, tile_q: int | None, tile_kv: int | None, as_json: bool, **_: Any
-) -> None:
+    ctx: click.Context, /, machine: str, tile_q: int | None, tile_kv: int | None, names: tuple[str, ...],
+    backward: bool, measured: Path | None, as_json: bool, **_: Any,
+) -> None:  # fmt: skip
     """Bytes across the slow memory and FLOPs: standard attention, FlashAttention-1 and -2.
 
     Without options: the well-known bill of one head, N = 4096, d = 128, fp16, on a card of 2 TB/s and 100 TFLOP/s.
+    With --schedule: bytes by memory level, and the predicted time with what bounds it.
     """
     problem = problem_from(ctx, DEFAULT_SEQ)
-    on = ceilings.measured_hardware(torch.get_num_threads()) if machine == "cpu" else hardware.load(machine)
+    if not names and (backward or measured):
+        raise click.UsageError("--backward and --measured are about a --schedule: name one")
+    if measured and len(names) > 1:
+        raise click.UsageError("--measured is about one --schedule: name one")
+    on = machine_named(machine)
+    if names:
+        asked = [schedules.named(name, problem, on, backward=backward) for name in names]
+        found = [levels.levels(problem, one.with_tiles(tile_q or 0, tile_kv or 0), on) for one in asked]
+        show(problem, found, _read(measured) if measured else None, as_json)
+        return
     tiles = (tile_q, tile_kv) if tile_q and tile_kv else paper_tiles(problem, on)
     tiles = (tile_q or tiles[0], tile_kv or tiles[1])
     bills = [estimate(problem, schedule, *tiles) for schedule in _schedules(problem)]
@@ -64,6 +84,13 @@ def traffic(
         print_json(_summary(problem, on, bills))
     else:
         _print(problem, on, bills)
+
+
+def _read(file: Path) -> levels.Measured:
+    try:
+        return levels.measured_from(json.loads(file.read_text(encoding="utf-8")))
+    except json.JSONDecodeError as error:
+        raise click.UsageError(f"--measured: {file} is no JSON: {error}") from error
 
 
 def _schedules(problem: Problem) -> tuple[str, ...]:

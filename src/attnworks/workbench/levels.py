@@ -1,0 +1,265 @@
+"""Bytes by memory level: what a schedule's programs load and store, and how much of it reaches the slow memory.
+
+``loops.count`` says what crosses the edge of the chip. Between that and the slow memory stands a shared cache (a GPU's
+L2, a CPU's last level), and the model of it is this:
+
+- A program works on one outer tile (or one head), and as many run at once as there are units, times the programs whose
+  tiles fit a unit's on-chip memory. They are handed out head after head.
+- What the programs of the heads in flight read again and again (the working set) is read from the slow memory once if
+  it fits ``USABLE`` of the cache. If not, programs that run at the same time still walk over it in step and share what
+  one of them loads, and every further wave of programs over the same keys reads it anew. Where a mask makes walks of
+  different lengths they are soon out of step, and find what they look for as often as a usable share of the working
+  set is in the cache.
+- A program that has a head to itself shares with nobody: what does not fit it reads anew in every turn.
+- What one pass leaves is found by the next if all that both touch fits; between passes of one program, if it fits for
+  the heads in flight. Before the first pass the cache is cold.
+- Everything stored reaches the slow memory once, sooner or later; what is updated in place, once if it fits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from attnworks.hardware import Hardware
+from attnworks.problem import Problem
+from attnworks.traffic import Lengths, default_lengths
+from attnworks.workbench import loops
+from attnworks.workbench.loops import Moved, Pass, Schedule
+
+# The rest holds what streams by, and on NVIDIA's larger cards second copies for the other half of the multiprocessors.
+USABLE = 0.5
+MOST_RESIDENT = 8  # programs of a multiprocessor; registers allow no more of the kernels here
+
+
+class Crossed(NamedTuple):
+    """Bytes of one matrix in one pass. ``cache``: loaded and stored by programs, re-reads included. ``read`` and
+    ``written``: of these from and to the slow memory. ``why``: what the cache did."""
+
+    kernel: str
+    array: str
+    cache: int
+    read: int
+    written: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Levels:
+    """One problem under one schedule on one machine.
+
+    ``held_bytes``: the tiles that one program has on chip at a time. ``flops``: executed, of all visited tiles.
+    ``memory_seconds`` and ``compute_seconds``: what the slow memory and the products take at the machine's rates, None
+    where those are unknown; the latter with the units that are left idle by the last wave of programs.
+    """
+
+    schedule: str
+    machine: str
+    rows: tuple[Crossed, ...]
+    held_bytes: int
+    flops: int
+    memory_seconds: float | None
+    compute_seconds: float | None
+    idle: float
+
+    @property
+    def read(self) -> int:
+        return sum(row.read for row in self.rows)
+
+    @property
+    def written(self) -> int:
+        return sum(row.written for row in self.rows)
+
+    @property
+    def cache(self) -> int:
+        return sum(row.cache for row in self.rows)
+
+    @property
+    def seconds(self) -> float | None:
+        """The longer of the two, as if the shorter were hidden under it."""
+        if self.memory_seconds is None or self.compute_seconds is None:
+            return None
+        return max(self.memory_seconds, self.compute_seconds)
+
+    @property
+    def bound(self) -> str:
+        """What takes that long: "slow memory", "products", "idle units"; "" where it is unknown."""
+        if self.memory_seconds is None or self.compute_seconds is None:
+            return ""
+        if self.memory_seconds >= self.compute_seconds:
+            return "slow memory"
+        busy = self.compute_seconds * (1 - self.idle)
+        return "idle units" if self.idle > 0.5 or busy < self.memory_seconds else "products"
+
+    def to_json(self) -> dict[str, Any]:
+        own = asdict(self) | {"rows": [row._asdict() for row in self.rows]}
+        return own | {name: getattr(self, name) for name in ("read", "written", "cache", "seconds", "bound")}
+
+
+def levels(p: Problem, schedule: Schedule, hardware: Hardware, *, lengths: Lengths | None = None) -> Levels:
+    """``schedule`` on ``hardware``. ``lengths``: (seq_q, seq_kv) of each sequence of a packed or cached problem, by
+    default as ``traffic.default_lengths`` has them."""
+    rows: dict[tuple[str, str, str], list[int]] = {}
+    flops = held = 0
+    stretched = 0.0
+    for (seq_q, seq_kv), sequences in Counter(lengths or default_lengths(p)).items():
+        one = replace(p, batch=sequences, seq_q=seq_q, seq_kv=seq_kv)
+        for row in _rows(one, schedule, hardware):
+            sums = rows.setdefault((row.kernel, row.array, row.why), [0, 0, 0])
+            for place, size in enumerate((row.cache, row.read, row.written)):
+                sums[place] += size
+        for part, products in zip(schedule.passes, loops.flops_of_passes(one, schedule), strict=True):
+            tiles, heads = loops.programs(one, schedule, part)
+            flops += products
+            stretched += products / (1 - _idle(tiles * heads, hardware))
+            held = max(held, _held(one, schedule, part))
+    rate = hardware.flops_for(p.dtype)
+    moved = sum(read + written for _, read, written in rows.values())
+    return Levels(
+        schedule=schedule.name,
+        machine=hardware.name,
+        rows=tuple(Crossed(*of[:2], sizes[0], sizes[1], sizes[2], of[2]) for of, sizes in rows.items()),
+        held_bytes=held,
+        flops=flops,
+        memory_seconds=moved / hardware.bandwidth if hardware.bandwidth else None,
+        compute_seconds=stretched / rate if rate else None,
+        idle=1 - flops / stretched if stretched else 0.0,
+    )
+
+
+def _idle(programs: int, hardware: Hardware) -> float:
+    """The share of the units' time that programs of equal length leave unused."""
+    units = max(hardware.units, 1)
+    return 1 - programs / (math.ceil(programs / units) * units) if programs else 0.0
+
+
+def _held(p: Problem, schedule: Schedule, one: Pass) -> int:
+    """Bytes of the tiles that a program has on chip."""
+    tile_q, tile_kv = min(one.tile_q or schedule.tile_q, p.seq_q), min(one.tile_kv or schedule.tile_kv, p.seq_kv)
+    names = (*one.keeps, *one.streams, *one.updates)
+    rows = {"q": tile_q, "kv": tile_kv, "pair": tile_q * tile_kv}
+    return round(sum(rows[schedule.known[name].axis] * schedule.known[name].row_bytes(p) for name in names))
+
+
+# ---- the cache -------------------------------------------------------------------------------------------------------
+
+
+class _InFlight(NamedTuple):
+    """Of a pass: programs that run at once, heads (sequences times those that have tiles of their own) they belong to,
+    programs of a head, and whether all of them walk over equally many tiles."""
+
+    programs: int
+    heads: int
+    tiles: int
+    in_step: bool
+
+
+def _in_flight(p: Problem, schedule: Schedule, one: Pass, hardware: Hardware) -> _InFlight:
+    tiles, heads = loops.programs(p, schedule, one)
+    resident = 1
+    if hardware.kind == "gpu" and hardware.on_chip_bytes:
+        fit = hardware.on_chip_bytes // max(2 * _held(p, schedule, one), 1)  # a second tile is on its way
+        resident = min(max(fit, 1), MOST_RESIDENT)
+    at_once = min(max(tiles * heads, 1), max(hardware.units, 1) * resident)
+    at_a_time = min(math.ceil(at_once / max(tiles, 1)), max(heads, 1))
+    return _InFlight(at_once, at_a_time, tiles, loops.equal_walks(p, schedule, one))
+
+
+def _rows(p: Problem, schedule: Schedule, hardware: Hardware) -> Iterator[Crossed]:
+    capacity = USABLE * (hardware.shared_cache_bytes or 0)
+    moved = loops.count(p, schedule)
+    found: list[Crossed] = []
+    left: dict[str, int] = {}  # what the passes before left in the cache: bytes by matrix
+    for number, one in enumerate(schedule.passes):
+        own = [part for part in moved if part.number == number]
+        flight = _in_flight(p, schedule, one, hardware)
+        touched = {part.array: part.distinct for part in own}
+        heads_of_pass = max(loops.programs(p, schedule, one)[1], 1)
+        share = flight.heads / heads_of_pass if one.fused else 1.0
+        survives = share * sum((left | touched).values()) <= capacity
+        kept = min(capacity / max(_working_set(p, one, own, flight), 1e-9), 1.0)
+        for part in own:
+            read, written, why = _through_cache(p, one, part, flight, kept)
+            if survives and part.array in left:
+                if part.loaded:
+                    read, why = 0, "left by the pass before"
+                if written:  # over what has not reached the slow memory yet
+                    found = [row._replace(written=0) if row.array == part.array else row for row in found]
+            found.append(Crossed(one.name, part.array, part.loaded + part.stored, read, written, why))
+        left = touched | left if survives else touched
+    yield from found
+
+
+def _working_set(p: Problem, one: Pass, moved: list[Moved], flight: _InFlight) -> float:
+    """Bytes that the heads in flight read more than once."""
+    by_kv_head = one.together or one.shared
+    total = 0.0
+    for part in moved:
+        if max(part.loaded, part.stored) <= part.distinct:
+            continue
+        heads, at_once = p.batch * (p.heads_kv if by_kv_head else p.heads_q), flight.heads
+        if part.part == "kv" and not by_kv_head:  # query heads of a group have these keys in common
+            heads, at_once = p.batch * p.heads_kv, math.ceil(flight.heads / p.group)
+        total += part.distinct * min(at_once / max(heads, 1), 1.0)
+    return total
+
+
+def _through_cache(p: Problem, one: Pass, part: Moved, flight: _InFlight, kept: float) -> tuple[int, int, str]:
+    """(read, written, why) of the slow memory; ``kept``: the share of the working set that fits."""
+    again = max(part.loaded, part.stored) > part.distinct
+    if not again:
+        return part.loaded, part.stored, ""
+    if kept == 1:
+        return min(part.loaded, part.distinct), min(part.stored, part.distinct), "re-reads from the cache"
+    if one.programs == "head" or part.stored:
+        return part.loaded, part.stored, "does not fit the cache"
+    if not flight.in_step:
+        missed = max(part.loaded - part.distinct, 0) * (1 - kept)
+        return part.distinct + round(missed), 0, f"{kept:.0%} of what is read again fits the cache"
+    group = p.group if part.part == "kv" and not (one.together or one.shared) else 1
+    waves = math.ceil(flight.tiles * group / flight.programs)
+    return min(part.loaded, part.distinct * waves), 0, f"does not fit the cache: {waves} waves share it"
+
+
+# ---- measured --------------------------------------------------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    """Bytes of one call that a profiler counted, None where it didn't."""
+
+    read: float | None
+    written: float | None
+    cache: float | None
+
+
+def measured_from(value: Any) -> Measured:
+    """From JSON: a Record with a profile, a profile (``dram_read_bytes``, ``dram_written_bytes``, ``l2_bytes``), or a
+    list of kernels as ``profile.Kernel.to_json`` writes them. Raises ``ValueError`` for anything else."""
+    from attnworks.workbench import profile
+
+    if isinstance(value, dict) and isinstance(value.get("profile"), dict):
+        value = value["profile"]
+    if isinstance(value, dict) and "dram_read_bytes" in value:
+        return Measured(*(value.get(name) for name in ("dram_read_bytes", "dram_written_bytes", "l2_bytes")))
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "metrics" in one for one in value):
+        kernels = [profile.Kernel(one.get("name", ""), one["metrics"]) for one in value]
+        return Measured(*(profile.total(kernels, metric) for metric in profile.BYTES))
+    raise ValueError(
+        "measured: was neither a record with a profile, nor an object with dram_read_bytes, dram_written_bytes and "
+        "l2_bytes, nor a list of kernels with metrics"
+    )
+
+
+def compared(found: Levels, measured: Measured) -> list[tuple[str, int, float | None, float | None]]:
+    """(level, predicted, measured, error) for each; the error is (predicted - measured) / measured."""
+    total = None if measured.read is None or measured.written is None else measured.read + measured.written
+    pairs = (
+        ("slow memory, read", found.read, measured.read),
+        ("slow memory, written", found.written, measured.written),
+        ("slow memory", found.read + found.written, total),
+        ("shared cache", found.cache, measured.cache),
+    )
+    return [(name, ours, theirs, (ours - theirs) / theirs if theirs else None) for name, ours, theirs in pairs]

@@ -1,0 +1,92 @@
+"""benchmarks/traffic.py: what ncu wrote is held against the prediction, case by case."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from attnworks import hardware
+from attnworks.workbench import profile
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "traffic.py"
+H200 = hardware.load("h200-sxm")
+MIB = 2**20
+WHERE = '"7","python3","127.0.0.1"'
+PLACE = '"1","7","(128, 1, 1)","(2048, 1, 1)","0","9.0"'
+# Of the Triton forward; of standard attention; each with what emptied the caches after it.
+LAUNCHES = [
+    ("forward", 200 * MIB, 20 * MIB, 4200 * MIB),
+    ("void at::native::reduce_kernel<512, 1>", 512 * MIB, 46 * MIB, 512 * MIB),
+    ("write_scores", 130 * MIB, 1000 * MIB, 5000 * MIB),
+    ("write_probs", 1000 * MIB, 1024 * MIB, 2050 * MIB),
+    ("weigh_values", 1090 * MIB, 40 * MIB, 1600 * MIB),
+    ("void at::native::reduce_kernel<512, 1>", 512 * MIB, 50 * MIB, 512 * MIB),
+]
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("traffic_benchmark", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def table_of(launches) -> str:
+    names = ("ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size",
+             "Grid Size", "Device", "CC", *profile.BYTES)  # fmt: skip
+    rows = [",".join(f'"{name}"' for name in names), ",".join(['""'] * 11 + ['"byte"'] * 3)]
+    rows += [
+        f'"{n}",{WHERE},"{name}",{PLACE},' + ",".join(f'"{size:,}"' for size in sizes)
+        for n, (name, *sizes) in enumerate(launches)
+    ]
+    said = [f'==PROF== Profiling "{name}" - {n}: 0%....50%....100% - 1 pass' for n, (name, *_) in enumerate(launches)]
+    return "\n".join([*said, *rows])
+
+
+@pytest.fixture
+def cases(benchmark, monkeypatch):
+    asked = [
+        {"subject": "triton forward", "n": 2048, "causal": False},
+        {"subject": "cuda", "n": 2048, "causal": True},
+        {"subject": "standard", "n": 2048, "causal": False},
+    ]
+
+    def under_ncu(command, metrics, timeout):
+        order = Path(command[-1])
+        told = json.loads(order.read_text())
+        told[1]["error"] = "UnsupportedError: no Hopper"
+        order.write_text(json.dumps(told))
+        return profile.parse(table_of(LAUNCHES))
+
+    monkeypatch.setattr(profile, "profile", under_ncu)
+    return benchmark.counted(asked, profile.BYTES)
+
+
+def test_launches_go_to_their_cases(cases):
+    assert [len(case.get("kernels", ())) for case in cases] == [2, 0, 4]
+    assert cases[1]["error"] == "UnsupportedError: no Hopper"
+
+
+def test_errors_are_those_of_the_model(benchmark, cases):
+    forward, refused, standard = (benchmark.row_of(case, H200) for case in cases)
+    levels = {level["level"]: level for level in forward["levels"]}
+    assert levels["slow memory, read"]["predicted"] == 3 * 64 * MIB
+    assert levels["slow memory, read"]["error"] == pytest.approx(192 / 200 - 1)
+    assert levels["slow memory, written"]["measured"] == 66 * MIB, "with what the call left in the cache"
+    assert levels["shared cache"]["measured"] == 4200 * MIB, "without the reading of the buffer"
+    assert refused["error"]
+    both = {level["level"]: level for level in standard["levels"]}["slow memory"]
+    assert abs(both["error"]) < 0.1 and both["measured"] == (130 + 1000 + 1090 + 1000 + 1024 + 40 + 50) * MIB
+    assert forward["warm"] == []
+
+
+def test_the_table_is_markdown_on_demand(benchmark, cases):
+    cells = benchmark.table([benchmark.row_of(case, H200) for case in cases])
+    text = benchmark.printed(cells, markdown=True)
+    assert len({line.count("|") for line in text.splitlines()}) == 1
+    assert "| triton forward | 2048 | none | 192, 200, -4.0 % |" in text
+    assert "no Hopper" in benchmark.printed(cells, markdown=False)
