@@ -182,13 +182,10 @@ def _written(value: Any) -> str:
 
 @contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """IMMEDIATE: to read first and then want to write is refused at once where somebody else writes."""
+    """All of it or, once the connection is closed, nothing. IMMEDIATE: who reads first and then wants to write is
+    refused at once where somebody else writes."""
     db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    except BaseException:
-        db.execute("ROLLBACK")
-        raise
+    yield
     db.execute("COMMIT")
 
 

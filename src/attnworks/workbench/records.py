@@ -28,7 +28,7 @@ class Record:
 
     ``host_seconds``: on a GPU what the host needed for each of some calls, whose ``seconds`` are the device's; empty on
     a CPU. ``state``: clocks, power, temperature and throttling while it ran, as ``sampling.py`` says. ``profile``: what
-    a profiler counted of one call (``profiler.py``), None where none was asked or had.
+    a profiler counted of one call (``counters.py``), None where none was asked or had.
     """
 
     session: str

@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from attnworks.masks import Causal
 from attnworks.problem import Problem
-from attnworks.workbench import environment, profiler, records
+from attnworks.workbench import counters, environment, records
 from attnworks.workbench.bench import Protocol, Result, measure
 from attnworks.workbench.cli.output import (
     UNKNOWN,
@@ -32,6 +32,7 @@ from attnworks.workbench.cli.problems import given, problem_from, problem_option
 from attnworks.workbench.cli.stored import db_option, keep
 from attnworks.workbench.conventions import BY_NAME
 from attnworks.workbench.foreign import Foreign, verify_first
+from attnworks.workbench.profile import ProfilerError
 from attnworks.workbench.providers import NAMES, Provider, by_name, describe, label
 from attnworks.workbench.records import Record
 
@@ -140,8 +141,8 @@ def _problems(ctx: click.Context, device: str) -> list[Problem]:
 def _with_profile(problem: Problem, record: Record, provider: Provider) -> Record:
     """The record with what ncu counted, or a note why it did not."""
     try:
-        return replace(record, profile=profiler.profile(provider, problem).to_json())
-    except profiler.ProfilerError as error:
+        return replace(record, profile=counters.count(provider, problem).to_json())
+    except ProfilerError as error:
         return replace(record, notes=(*record.notes, f"no profile of {record.provider}: {error}"))
 
 

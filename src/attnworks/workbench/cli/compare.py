@@ -45,7 +45,7 @@ def compare(a: str, b: str, control: str | None, db: Path | None, as_json: bool)
 
 
 def print_compared(found: Compared) -> None:
-    columns = ("A", "B", "B is as fast (99 %)", "error of A", "of B", "times", "runs")
+    columns = ("A", "B", "B is as fast (99 %)", "error of A", "of B", "B/A", "runs")
     made = table("kernel", "problem", *columns, text_columns=2)
     for comparison in found.comparisons:
         made.add_row(*_row(comparison))
