@@ -83,6 +83,13 @@ def test_a_choice_that_is_not_beaten_stays(scripted, tmp_path):
     assert "the backend's choice" in heat.outcome(found)[0]
 
 
+def test_a_difference_within_noise_changes_no_plan(scripted, tmp_path, monkeypatch):
+    monkeypatch.setitem(SECONDS, "32 x 16", 0.995)
+    found = sweep(History(tmp_path / "h.db"), grid=Grid((32,), (16, 32)))
+    assert words(found.best) == "32 x 16" and found.row is None
+    assert "undecided (1.0" in heat.outcome(found)[0] and "the backend's choice stays" in heat.outcome(found)[0]
+
+
 def test_wrong_results_are_rejected_with_the_reason(scripted, tmp_path):
     _, wrong = scripted
     wrong.add("32 x 64")
@@ -92,7 +99,7 @@ def test_wrong_results_are_rejected_with_the_reason(scripted, tmp_path):
     assert words(found.best) == "64 x 16"
 
 
-def test_it_goes_on_where_it_was(scripted, tmp_path):
+def test_it_goes_on_where_it_was(scripted, tmp_path, monkeypatch):
     heats, _ = scripted
     history = History(tmp_path / "h.db")
     run, ended = bench.measure, RuntimeError("killed")
@@ -117,6 +124,8 @@ def test_it_goes_on_where_it_was(scripted, tmp_path):
     assert len(heats) > count
     # Another problem, and other kernels, are other sweeps.
     assert measured_sweep.key_of(problem(head_dim=32), cpu, detect()) != found.key
+    monkeypatch.setattr(cpu, "KERNELS", (tmp_path / "h.db",))
+    assert measured_sweep.key_of(problem(), cpu, detect()) != found.key
 
 
 def test_what_the_time_does_not_suffice_for_is_counted_and_nothing_decided(scripted, tmp_path):
