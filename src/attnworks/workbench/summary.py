@@ -21,15 +21,21 @@ LENGTH_BANDS = ((0, 15, "0-15"), (16, 127, "16-127"), (128, 1023, "128-1023"), (
 
 @dataclass(frozen=True)
 class Worst:
-    """The case that comes closest to a budget, or exceeds it most."""
+    """The case that comes closest to a budget, or exceeds it most. ``inputs``: the generator of its inputs."""
 
     subject: str
     dtype: str
     tensor: str
     case: str
+    inputs: str
     seed: int
     measure: Measure
     check: Check
+
+    def to_json(self) -> dict[str, Any]:
+        named = ("subject", "dtype", "tensor", "case", "inputs", "seed")
+        check = asdict(self.check) | {"share": self.check.share}
+        return {name: getattr(self, name) for name in named} | {"check": check}
 
 
 @dataclass(frozen=True)
@@ -87,10 +93,15 @@ def worst(results: Iterable[Result]) -> list[Worst]:
     found: dict[tuple[str, str, str], Worst] = {}
     for result, measure in measures(results):
         key = (result.subject, dtype_of(result), measure.tensor)
-        candidate = Worst(*key, result.case.name, result.case.seed, measure, tightest(measure))
+        candidate = Worst(*key, result.case.name, result.case.generator, result.case.seed, measure, tightest(measure))
         if key not in found or candidate.check.share > found[key].check.share:
             found[key] = candidate
     return list(found.values())
+
+
+def worst_gradients(results: Iterable[Result]) -> list[Worst]:
+    """The same of gradients alone, by dtype."""
+    return sorted(worst(result for result in results if result.check == "gradients"), key=lambda row: row.dtype)
 
 
 def distribution(results: Iterable[Result]) -> list[Spread]:
