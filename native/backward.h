@@ -159,7 +159,7 @@ static void multiply_tiles(const BackwardProblem& p, const BackwardKeys& task, c
       float* products = to + block * GRADS_ROW + key;
 #pragma GCC unroll 16
       for (int r = 0; r < MR; r++) __builtin_prefetch(products + r * GRADS_ROW, 1);  // stored to after the product; no tile of them stays in L1
-      scores_kernel<in_pairs<T>, GRADS_ROW>(units, a + block * units, b + key * units, factor, products);
+      scores_kernel<in_pairs<T>, GRADS_ROW>(units, a + block * units, b + key * units, factor, nullptr, products);
     }
 }
 
