@@ -83,11 +83,11 @@ static void modified_row_gradients(const BackwardProblem& p, const BackwardKeys&
                                    int64_t end, int64_t after, float* scores, float* d_probs) {
   const Modifiers& m = p.modifiers;
   float slopes[MAX_STEPS * GRADS_ROW];
-  const int64_t key = task.key_begin + begin, shift = p.bounds.shift(task.seq_q, task.seq_kv);
+  const int64_t key = task.key_begin + begin;
   const float own_shift = rows.shift[row], delta = rows.delta[row];
   scores += begin;
   d_probs += begin;
-  if (m.count) apply_steps(m, rows.modifiers, row, shift, key, end - begin, scores, slopes, GRADS_ROW);
+  if (m.count) apply_steps(m, rows.modifiers, row, task.seq_kv - task.seq_q, key, end - begin, scores, slopes, GRADS_ROW);
   if (rows.modifiers.places) hide_row(m.map, rows.modifiers, row, key, end - begin, scores);
   if (m.count)
     row_gradients<T, true>(scores, d_probs, 0, end - begin, own_shift, delta);

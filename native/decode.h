@@ -141,8 +141,8 @@ static void softmax_rows(const DecodeProblem& p, const DecodeTask& task, const T
     float* scores = tile.scores + (head * BLOCK_ROWS + r) * BLOCK_KEYS;
     if (task.modifiers && begin < end) {
       const HeadModifiers& modifiers = task.modifiers[head * (p.heads_q / p.heads_kv) + tile.head[row + r]];
-      const int64_t query = tile.query[row + r], shift = p.bounds.shift(p.seq_q, task.kv_len);
-      apply_steps(p.modifiers, modifiers, query, shift, block.first, end, scores);
+      const int64_t query = tile.query[row + r];
+      apply_steps(p.modifiers, modifiers, query, task.kv_len - p.seq_q, block.first, end, scores);
       if (modifiers.places) hide_row(p.modifiers.map, modifiers, query, block.first, end, scores);
     }
     const float rescale = softmax_block<T>(scores, block.count, (int)begin, (int)end, p.modifiers.count ? LOG2E : 1.f,

@@ -177,7 +177,7 @@ static void attend_keys(const ForwardProblem& p, const ForwardTask& task, const 
     // Rows past the last are computed like the last and never stored.
     const int64_t query = smaller(row + r, last);
     if constexpr (STEPS)
-      apply_steps(p.modifiers, task.modifiers, query, visible.shift, tile + begin, end_key - begin, scores + r * SCORES_ROW + begin,
+      apply_steps(p.modifiers, task.modifiers, query, task.seq_kv - task.seq_q, tile + begin, end_key - begin, scores + r * SCORES_ROW + begin,
                   nullptr, 0, key_bias);
     if (task.modifiers.places)
       hide_row(p.modifiers.map, task.modifiers, query, tile + begin, end_key - begin, scores + r * SCORES_ROW + begin);

@@ -82,8 +82,9 @@ ATTNWORKS_INLINE void add_bias(const ScoreStep& step, const void* bias, int64_t 
 ATTNWORKS_INLINE bool begins_with_key_bias(const Modifiers& m) { return m.count && m.steps[0].kind == StepKind::bias && m.steps[0].row == 0; }
 
 // The steps from `first` on, on scores[0, count) of one query, whose keys are [key, key + count); whole vectors, so up to W - 1 scores more may
-// change. `shift` as in Bounds. slopes: null, or room for the derivatives: of the n-th softcap among the steps from slopes + n * slope_stride on.
-ATTNWORKS_INLINE void apply_steps(const Modifiers& m, const HeadModifiers& head, int64_t query, int64_t shift, int64_t key, int64_t count,
+// change. `ahead`: by how many keys query 0's own place, for ALiBi, is ahead of key 0: seq_kv - seq_q, whatever the mask's alignment.
+// slopes: null, or room for the derivatives: of the n-th softcap among the steps from slopes + n * slope_stride on.
+ATTNWORKS_INLINE void apply_steps(const Modifiers& m, const HeadModifiers& head, int64_t query, int64_t ahead, int64_t key, int64_t count,
                                   float* scores, float* slopes = nullptr, int64_t slope_stride = 0, int64_t first = 0) {
   for (int64_t n = first; n < m.count; n++) {
     const ScoreStep& step = m.steps[n];
@@ -91,7 +92,7 @@ ATTNWORKS_INLINE void apply_steps(const Modifiers& m, const HeadModifiers& head,
       softcap_row(step.cap, count, scores, slopes);
       if (slopes) slopes += slope_stride;
     } else if (step.kind == StepKind::alibi) {
-      alibi_row(head.steps[n].slope, query + shift - key, count, scores);
+      alibi_row(head.steps[n].slope, query + ahead - key, count, scores);
     } else {
       add_bias(step, head.steps[n].data, query, key, count, scores);
     }

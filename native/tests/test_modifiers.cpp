@@ -46,10 +46,10 @@ struct Array {
 struct Step {
   ScoreStep step;
   Array operand;
-  double apply(double s, int64_t b, int64_t h, int64_t i, int64_t j, int64_t shift) const {
+  double apply(double s, int64_t b, int64_t h, int64_t i, int64_t j, int64_t longer) const {
     if (step.kind == StepKind::softcap) return step.cap * tanh(s / step.cap);
     const double x = operand[b * step.batch + h * step.head + i * step.row + j * step.key];
-    return step.kind == StepKind::bias ? s + x : s - x * (double)std::abs(i + shift - j);
+    return step.kind == StepKind::bias ? s + x : s - x * (double)std::abs(i + longer - j);
   }
 };
 Step softcap(float cap) { return {{StepKind::softcap, cap, DType::float32, 0, 0, 0, 0}, Array(DType::float32, 0)}; }
@@ -170,7 +170,7 @@ struct Case {
       s /= sqrt((double)dim);
       sizes[j] /= sqrt((double)dim);
       for (const Step& step : steps) {
-        s = step.apply(s, b, h, i, j, shift);
+        s = step.apply(s, b, h, i, j, keys - queries);
         sizes[j] = std::max(sizes[j], fabs(s));
       }
       scores[j] = s;

@@ -50,7 +50,7 @@ def test_every_instruction_set_in_every_form(isa, dtype):
     lens = {"kv_lens": torch.tensor([200, 131])}
     cache = (q[:, :, :5].transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     for scores in scores_of(2, 4, dtype):
-        for mask in (documents(200, 70), Causal() & (lambda b, h, q, k: (q + k + b) % (h + 2) != 0)):
+        for mask in (documents(200, 70), Causal("top-left") & (lambda b, h, q, k: (q + k + b) % (h + 2) != 0)):
             asked = {"mask": mask, "scores": scores}
             for call, tensors, lengths, plan in (
                 (attention, (q, k, v), {}, tiled),

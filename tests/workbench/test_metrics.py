@@ -1,6 +1,7 @@
 """Each metric bites, and none cries wolf."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ import torch
 from attnworks.workbench.cases import Case
 from attnworks.workbench.catalogue import BY_NAME
 from attnworks.workbench.hand import answer
-from attnworks.workbench.metrics import Measure, Standard, measure, standards
+from attnworks.workbench.metrics import Measure, Standard, _region_budgets, measure, standards
 from attnworks.workbench.mutants import Mutant
+from attnworks.workbench.oracle import Expected
 from attnworks.workbench.probing import prepare_function
 from attnworks.workbench.verify import Answers, verify
 from attnworks.workbench.yardstick import eager, flash_model
@@ -62,6 +64,20 @@ def test_a_small_bias_over_one_tile_is_found_by_the_aggregate_test() -> None:
     u = torch.finfo(torch.bfloat16).eps / 2
     wrong = (model["out"][0].float() * (1 + 8 * u)).bfloat16()
     assert failed(measure(found["out"], [wrong])) == {"aggregate"}
+
+
+def test_a_region_may_deviate_by_the_numbers_that_its_error_comes_from() -> None:
+    """64 rows alike deviate from what is expected of them by a quarter at most; one beside which the others are nothing
+    does so threefold: a right kernel was said to be wrong in a head whose error was one row's."""
+    case = replace(BY_NAME["stress: normal, fp32"], head_dim_v=1)
+    alike, nothing = torch.full((1, 64, 1), 0.125, dtype=torch.float64), torch.zeros(1, 64, 1, dtype=torch.float64)
+    single = nothing.clone()
+    single[0, 7] = 1
+    for spread, factor in ((alike, 2.5), (single, 6.0)):
+        parts = {name: {"out": [value]} for name, value in (("values", nothing), ("arithmetic", nothing))}
+        budgets = _region_budgets("out", [nothing], Expected(**parts, spread={"out": [spread]}), case)
+        for region in budgets.values():
+            assert float(region) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

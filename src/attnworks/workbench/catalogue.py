@@ -159,6 +159,8 @@ def _score_cases() -> list[Case]:
     )
     found.append(Case("alibi", "sign, slope, origin", **fields, scores=(AlibiRule(),), mask=CAUSAL))
     found.append(Case("alibi, not causal", "distance on both sides", **fields, scores=(AlibiRule(True),)))
+    top_left = (Causal("top-left"),)
+    found.append(Case("alibi, top-left mask", "its own origin", **fields, scores=(AlibiRule(),), mask=top_left))
     for form in ("bhqk", "1hqk", "b1qk", "11qk", "b11k", "1h1k", "qk", "1"):
         found.append(Case(f"bias {form}", "every broadcast", **fields, scores=(BiasRule(form),)))
     found.append(Case("bias that hides", "-inf hides", **fields, scores=(BiasRule("bhqk", hide=True),)))

@@ -11,7 +11,7 @@ printed beside their budgets:
 2. *aggregate*: Frobenius norm of the error of the tensor, of each head and of each tile of 64 rows <= 2 x the
    yardstick's (``yardstick.py``) + 3 u of the reference's + what fp32 sums cause. The yardstick's error is the larger
    of the one measured and the one expected of its roundings; a region of n numbers may deviate from it by a further
-   2/sqrt(n).
+   2/sqrt(n), where n counts those that its error comes from: rows next to which the others are nothing count alone.
 3. *non-finite*: NaN and Inf exactly where the reference has them (Inf also where it exceeds the dtype).
 4. *plain limits* on unit-normal inputs: fp32 max abs 1e-5, fp16 1e-3 · max(1, |ref|) and 1e-2 relative, fp32 gradients
    1e-4 relative (where the gradient is not 0 by cancellation).
@@ -292,15 +292,16 @@ def _region_budgets(name: str, yard_errors: list[Tensor], expected: Expected, ca
             expected.arithmetic[name][sequence],
         )
         finite = [torch.where(x.isfinite(), x, 0).double() ** 2 for x in parts]
-        squares.append(torch.stack((*finite, torch.ones_like(finite[0]))))
+        expected_squares = finite[1] + finite[3]
+        squares.append(torch.stack((*finite, expected_squares**2, torch.ones_like(finite[0]))))
     budgets = {}
     for region, total in _region_sums(name, squares).items():
         yard, spread, norm, arithmetic = total[:4].sqrt()
-        root = total[4].clamp_min(1).sqrt()
-        factor = YARDSTICK_FACTOR * (1 + 2 / root)
-        budgets[region] = (
-            factor * torch.maximum(yard, spread) + ROUNDINGS * u * norm + arithmetic + smallest(case.dtype) * root
-        )
+        # The participation ratio (sum x)^2 / sum x^2 of the expected squares: n for n equal ones, 1 for a single one.
+        count = ((total[1] + total[3]) ** 2 / total[4].clamp_min(1e-300)).clamp_min(1)
+        factor = YARDSTICK_FACTOR * (1 + 2 / count.sqrt())
+        least = smallest(case.dtype) * total[5].clamp_min(1).sqrt()
+        budgets[region] = factor * torch.maximum(yard, spread) + ROUNDINGS * u * norm + arithmetic + least
     return budgets
 
 
