@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from rows import Row, markdown, print_section
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_DIMS = (64, 128)
+LARGE_HEAD_DIM = 256  # backward in float32
 LENGTHS = (1024, 2048, 4096, 8192)
 TOKENS = 8192  # heads times length, the same for every length
 CONTEXTS = (4096, 16384, 65536)
@@ -77,6 +78,10 @@ class Settings:
     memory_lengths: tuple[int, ...]
     threads: int
     budget: float
+    only: str
+
+    def wants(self, row: str) -> bool:
+        return self.only in row
 
     def protocol(self, **changes: Any) -> Protocol:
         return Protocol(**{"threads": self.threads, "budget_seconds": self.budget, "input_bytes": 256 * MIB} | changes)
@@ -87,20 +92,19 @@ class Settings:
 
 def prefill(settings: Settings) -> Iterator[Row]:
     """Forward against SDPA."""
-    for dtype, head_dim, causal, length in _grid(settings, settings.lengths):
+    for name, dtype, head_dim, causal, length in _grid(settings, settings.lengths):
         problem = _prefill_problem(dtype, head_dim, length, Causal() if causal else None)
         result = _measure(problem, ("attnworks", "sdpa"), settings.protocol())
         bar = PREFILL_BARS[dtype][causal]
-        yield _ratio_row("prefill", _prefill_name(dtype, head_dim, length, causal), result, "sdpa", bar, _away(dtype))
+        yield _ratio_row("prefill", name, result, "sdpa", bar, _away(dtype))
 
 
 def peers(settings: Settings) -> Iterator[Row]:
     """Forward against the other CPU implementations; the bar is for the best of them."""
     lengths = tuple(length for length in settings.lengths if length in (1024, 4096))
-    for dtype, head_dim, causal, length in _grid(settings, lengths):
+    for name, dtype, head_dim, causal, length in _grid(settings, lengths):
         problem = _prefill_problem(dtype, head_dim, length, Causal() if causal else None)
         result = _measure(problem, ("attnworks", "openvino", "onnxruntime"), settings.protocol())
-        name = _prefill_name(dtype, head_dim, length, causal)
         best = _best(result, ("openvino", "onnxruntime"))
         for peer in ("openvino", "onnxruntime"):
             away = "" if peer == best else "the bar is for the best peer"
@@ -111,9 +115,11 @@ def window(settings: Settings) -> Iterator[Row]:
     """A window of 512 at the longest length, against SDPA's two ways to have one."""
     length = max(settings.lengths)
     for dtype in settings.dtypes:
+        name = f"{dtype} window 512, D=64 N={length}"
+        if not settings.wants(name):
+            continue
         problem = _prefill_problem(dtype, 64, length, Window(511, 0))
         result = _measure(problem, ("attnworks", "sdpa", "sdpa-causal"), settings.protocol())
-        name = f"{dtype} window 512, D=64 N={length}"
         yield _ratio_row("window", name, result, "sdpa", WINDOW_BAR, "the bar is for causal SDPA")
         yield _ratio_row("window", name, result, "sdpa-causal", WINDOW_BAR)
 
@@ -121,23 +127,30 @@ def window(settings: Settings) -> Iterator[Row]:
 def backward(settings: Settings) -> Iterator[Row]:
     """Gradients against SDPA's: the backward alone; forward and backward of a causal layer with grouped heads, and of a
     window of 512 at the longest length."""
-    for dtype, head_dim, causal, length in _grid(settings, settings.lengths):
+    large = replace(settings, dtypes=("float32",) if "float32" in settings.dtypes else (), head_dims=(LARGE_HEAD_DIM,))
+    grids = (_grid(chosen, settings.lengths) for chosen in (settings, large))
+    for name, dtype, head_dim, causal, length in itertools.chain.from_iterable(grids):
         problem = _prefill_problem(dtype, head_dim, length, Causal() if causal else None)
         result = _measure_gradients(problem, ("attnworks", "sdpa"), settings, forward=False)
-        name, work = _prefill_name(dtype, head_dim, length, causal), _backward_work(problem)
+        work = _backward_work(problem)
         yield _ratio_row("backward", name, result, "sdpa", BACKWARD_BARS[dtype], _away(dtype), work=work)
     for dtype in settings.dtypes:
         for length in settings.lengths:
+            name, bar = f"{dtype} causal GQA 8/2, D=128 N={length}, forward + backward", TRAINING_BARS[dtype]
+            if not settings.wants(name):
+                continue
             problem = _prefill_problem(dtype, 128, length, Causal(), heads=8, heads_kv=2)
             result = _measure_gradients(problem, ("attnworks", "sdpa"), settings, forward=True)
-            name, bar = f"{dtype} causal GQA 8/2, D=128 N={length}, forward + backward", TRAINING_BARS[dtype]
             away = _away(dtype) if bar else "no bar"
             yield _ratio_row("backward", name, result, "sdpa", bar or 0.0, away, work=1 + _backward_work(problem))
     for dtype in settings.dtypes:
         length = max(settings.lengths)
+        name = f"{dtype} window 512, D=64 N={length}, forward + backward"
+        if not settings.wants(name):
+            continue
         problem = _prefill_problem(dtype, 64, length, Window(511, 0))
         result = _measure_gradients(problem, ("attnworks", "sdpa", "sdpa-causal"), settings, forward=True)
-        name, work = f"{dtype} window 512, D=64 N={length}, forward + backward", 1 + _backward_work(problem)
+        work = 1 + _backward_work(problem)
         away = "the bar is for causal SDPA"
         yield _ratio_row("backward", name, result, "sdpa", WINDOW_TRAINING_BAR, away, work=work)
         yield _ratio_row("backward", name, result, "sdpa-causal", WINDOW_TRAINING_BAR, work=work)
@@ -150,6 +163,9 @@ def decode(settings: Settings) -> Iterator[Row]:
     for dtype in settings.dtypes:
         for heads, (heads_q, heads_kv) in DECODE_HEADS.items():
             for context in settings.contexts:
+                name = f"{dtype} {heads}, D=128, context {context}"
+                if not settings.wants(name):
+                    continue
                 problem = describe(
                     form="decode",
                     batch=1,
@@ -162,7 +178,6 @@ def decode(settings: Settings) -> Iterator[Row]:
                     dtype=DTYPES[dtype],
                 )
                 result = _measure(problem, (*owns, *others), settings.protocol())
-                name = f"{dtype} {heads}, D=128, context {context}"
                 best = _best(result, others)
                 for own, other in itertools.product(owns, others):
                     if other in result.refused:  # grouped rows where no heads are shared
@@ -232,12 +247,14 @@ SECTIONS: dict[str, Callable[[Settings], Iterator[Row]]] = {
 # ---- from results to rows --------------------------------------------------------------------------------------------
 
 
-def _grid(settings: Settings, lengths: tuple[int, ...]) -> Iterator[tuple[str, int, bool, int]]:
+def _grid(settings: Settings, lengths: tuple[int, ...]) -> Iterator[tuple[str, str, int, bool, int]]:
     for dtype in settings.dtypes:
         for head_dim in settings.head_dims:
             for causal in (False, True):
                 for length in lengths:
-                    yield dtype, head_dim, causal, length
+                    name = f"{dtype} {'causal' if causal else 'full'}, D={head_dim} N={length}"
+                    if settings.wants(name):
+                        yield name, dtype, head_dim, causal, length
 
 
 def _prefill_problem(dtype: str, head_dim: int, length: int, mask: Any, heads: int = 0, heads_kv: int = 0) -> Problem:
@@ -254,10 +271,6 @@ def _prefill_problem(dtype: str, head_dim: int, length: int, mask: Any, heads: i
         dtype=DTYPES[dtype],
         mask=mask,
     )
-
-
-def _prefill_name(dtype: str, head_dim: int, length: int, causal: bool) -> str:
-    return f"{dtype} {'causal' if causal else 'full'}, D={head_dim} N={length}"
 
 
 def _away(dtype: str) -> str:
@@ -360,6 +373,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--section", action="append", choices=list(SECTIONS), help="only these (default: all)")
     parser.add_argument("--dtype", action="append", choices=list(DTYPES), help="only these (default: all)")
     parser.add_argument("--length", action="append", type=int, choices=list(LENGTHS), help="only these prefill lengths")
+    parser.add_argument(
+        "--only", default="", help="only rows whose problem has this text in it (not: memory, tiny call)"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--budget", type=float, help="seconds of timed runs for each problem (default: 2; quick: 1)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and runs")
@@ -378,6 +394,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         memory_lengths=(MEMORY_LENGTHS[0], MEMORY_LENGTHS[-1]) if quick else MEMORY_LENGTHS,
         threads=arguments.threads,
         budget=arguments.budget or (1.0 if quick else 2.0),
+        only=arguments.only,
     )
 
 

@@ -41,6 +41,7 @@ class Settings(Protocol):
     def threads(self) -> int: ...
     @property
     def budget(self) -> float: ...
+    def wants(self, row: str) -> bool: ...
 
 
 class Timed(NamedTuple):
@@ -83,16 +84,16 @@ def _documents(name: str, dtype: torch.dtype, settings: Settings) -> Iterator[Ro
     def sdpa(mask: Tensor) -> Call:
         return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
+    problem = f"{name} {DOCUMENTS} documents, D={HEAD_DIM} N={LENGTH}"
     start = time.perf_counter()
     attention(q, k, v, mask=same)
     first = time.perf_counter() - start
-    problem = f"{name} {DOCUMENTS} documents, D={HEAD_DIM} N={LENGTH}"
-    yield _row(problem, lambda: attention(q, k, v, mask=same), sdpa(dense), MASK_BAR, settings, dtype)
+    yield from _row(problem, lambda: attention(q, k, v, mask=same), sdpa(dense), MASK_BAR, settings, dtype)
     causal = Causal() & same
-    yield _row(
+    yield from _row(
         f"{problem}, causal", lambda: attention(q, k, v, mask=causal), sdpa(dense & after), MASK_BAR, settings, dtype
     )
-    yield _row(
+    yield from _row(
         f"{problem}, boolean tensor", lambda: attention(q, k, v, mask=dense), sdpa(dense), MASK_BAR, settings, dtype
     )
     fresh = dense.clone()
@@ -101,13 +102,16 @@ def _documents(name: str, dtype: torch.dtype, settings: Settings) -> Iterator[Ro
         fresh[0, 0] = True  # a new version: its map is made anew
         return attention(q, k, v, mask=fresh)
 
-    yield _row(f"{problem}, tensor new in each call", written_anew, sdpa(dense), None, settings, dtype)
+    yield from _row(f"{problem}, tensor new in each call", written_anew, sdpa(dense), None, settings, dtype)
     window = Window(511, 0)
-    yield _row(
+    yield from _row(
         f"{name} window 512, D={HEAD_DIM} N={LENGTH}",
         lambda: attention(q, k, v, mask=window), sdpa(near), MASK_BAR, settings, dtype,
     )  # fmt: skip
-    yield Row("masks", f"{problem}: first call", "later calls", f"{first * 1e3:.0f} ms", "", None, "makes the tile map")
+    if settings.wants(f"{problem}: first call"):
+        yield Row(
+            "masks", f"{problem}: first call", "later calls", f"{first * 1e3:.0f} ms", "", None, "makes the tile map"
+        )
 
 
 def _biases(name: str, dtype: torch.dtype, settings: Settings) -> Iterator[Row]:
@@ -116,7 +120,7 @@ def _biases(name: str, dtype: torch.dtype, settings: Settings) -> Iterator[Row]:
     for shape in ((1, heads, n, n), (1, 1, n, n), (1, 1, 1, n)):
         bias = torch.randn(shape, dtype=dtype)
         scores = (Bias(bias),)
-        yield _row(
+        yield from _row(
             f"{name} bias {shape}, D={HEAD_DIM} N={n}",
             lambda scores=scores: attention(q, k, v, scores=scores),  # type: ignore[misc]
             lambda bias=bias: F.scaled_dot_product_attention(q, k, v, attn_mask=bias.expand(1, heads, n, n)),  # type: ignore[misc]
@@ -148,7 +152,9 @@ def _other_scores(name: str, dtype: torch.dtype, settings: Settings) -> Iterator
         def own(modifier: Any = modifier) -> Tensor:
             return attention(q, k, v, scores=(modifier,))
 
-        yield _row(problem, own, other, None, settings, dtype, against="written out in torch")
+        if not settings.wants(problem):
+            continue
+        yield from _row(problem, own, other, None, settings, dtype, against="written out in torch")
         plain = _time(own, lambda: attention(q, k, v), settings)
         value = f"{plain.ratio.value:.2f} ({plain.ratio.low:.2f} to {plain.ratio.high:.2f})"
         yield Row("masks", problem, "attnworks without", value, "", None, plain.milliseconds)
@@ -165,15 +171,16 @@ def _tiny(settings: Settings) -> Iterator[Row]:
         "boolean mask": (lambda: attention(q, k, v, mask=mask), lambda: sdpa(q, k, v, attn_mask=mask)),
     }
     for kind, (own, other) in calls.items():
+        problem = f"B1 H1 N16 D64 {kind}"
+        if not settings.wants(problem):
+            continue
         _check(own(), other(), torch.float32)
         timed = _time(_repeated(own), _repeated(other), settings, flush=False)
         times = 1 / timed.ratio.value
         each = [f"{statistics.median(x) / CALLS * 1e6:.1f} µs" for x in timed]
         detail = f"{each[0]} against {each[1]} a call"
         bar = f"<= {TINY_BAR}"
-        yield Row(
-            "masks", f"B1 H1 N16 D64 {kind}", "torch SDPA", f"{times:.2f} x its time", bar, times <= TINY_BAR, detail
-        )
+        yield Row("masks", problem, "torch SDPA", f"{times:.2f} x its time", bar, times <= TINY_BAR, detail)
 
 
 def _threads(settings: Settings) -> Iterator[Row]:
@@ -189,11 +196,13 @@ def _threads(settings: Settings) -> Iterator[Row]:
 
             return call
 
+        name = f"float32 decode GQA 32/8, D=128, softcap and bias, context {context}, {settings.threads} threads"
+        if not settings.wants(name):
+            continue
         timed = _time(on(settings.threads), on(1), settings)
         torch.set_num_threads(settings.threads)
         ratio = timed.ratio
         value = f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-        name = f"float32 decode GQA 32/8, D=128, softcap and bias, context {context}, {settings.threads} threads"
         yield Row("masks", name, "1 thread", value, ">= 1", ratio.high >= 1, timed.milliseconds)
 
 
@@ -208,13 +217,15 @@ def _row(
     settings: Settings,
     dtype: torch.dtype,
     against: str = "torch SDPA",
-) -> Row:
+) -> Iterator[Row]:
+    if not settings.wants(problem):
+        return
     _check(own(), other(), dtype)
     timed = _time(own, other, settings)
     ratio = timed.ratio
     value = f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
     passed = None if bar is None else ratio.value >= bar
-    return Row("masks", problem, against, value, "" if bar is None else f">= {bar}", passed, timed.milliseconds)
+    yield Row("masks", problem, against, value, "" if bar is None else f">= {bar}", passed, timed.milliseconds)
 
 
 def _check(own: Tensor, other: Tensor, dtype: torch.dtype) -> None:

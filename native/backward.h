@@ -155,8 +155,11 @@ static void multiply_tiles(const BackwardProblem& p, const BackwardKeys& task, c
     for (int64_t row = rows.row_begin; row < rows.row_end; row += MR) {
       const Keys keys = keys_of(visible, task, row, smaller(row + MR, rows.row_end) - 1);
       const int64_t block = row - rows.row_begin;
-      if (keys.begin < key + PANEL && key < keys.end && keys.begin < keys.end && shows(p, task, rows, key))
-        scores_kernel<in_pairs<T>, GRADS_ROW>(units, a + block * units, b + key * units, factor, to + block * GRADS_ROW + key);
+      if (keys.begin >= key + PANEL || key >= keys.end || keys.begin >= keys.end || !shows(p, task, rows, key)) continue;
+      float* products = to + block * GRADS_ROW + key;
+#pragma GCC unroll 16
+      for (int r = 0; r < MR; r++) __builtin_prefetch(products + r * GRADS_ROW, 1);  // stored to after the product; no tile of them stays in L1
+      scores_kernel<in_pairs<T>, GRADS_ROW>(units, a + block * units, b + key * units, factor, nullptr, products);
     }
 }
 

@@ -24,7 +24,7 @@ struct ForwardLayout {
   int64_t units;        // of a row of q or k
   int64_t acc_stride;   // head_dim_v, padded to whole vectors
   int64_t panel_stride; // of packed v
-  int64_t q, k, v, acc, scores, running_max, running_sum, size;
+  int64_t q, k, v, key_bias, acc, scores, running_max, running_sum, size;
 };
 
 template <typename T>
@@ -44,6 +44,7 @@ static ForwardLayout forward_layout(const ForwardProblem& p) {
   l.q = region(l.tile_q * l.units + W);  // pack_q overruns by less than W
   l.k = region(l.tile_kv * l.units);
   l.v = region(round_up(p.head_dim_v, PANEL) / PANEL * l.panel_stride);
+  l.key_bias = region(l.tile_kv);
   l.acc = region(l.tile_q * l.acc_stride);
   l.scores = region(BLOCK_Q<T> * SCORES_ROW + W) + W;
   l.running_max = region(l.tile_q / BLOCK_Q<T> * ROW_STATE<T>);
@@ -154,6 +155,8 @@ static void attend_keys(const ForwardProblem& p, const ForwardTask& task, const 
   const int64_t begin = first_key / PANEL * PANEL, end = round_up(end_key, PANEL);
   const int64_t block = row - task.row_begin;
 
+  // Tiles hold plain products, to which nothing is added yet.
+  const bool key_bias = STEPS && !in_tiles<T> && begins_with_key_bias(p.modifiers);
   float* scores = scratch + l.scores;
   for (int64_t at = begin; at < end; at += PANEL) {
     if constexpr (STEPS) prefetch_steps(p.modifiers, task.modifiers, row, last, tile + at, PANEL);
@@ -161,7 +164,7 @@ static void attend_keys(const ForwardProblem& p, const ForwardTask& task, const 
     if constexpr (in_tiles<T>) {
       tile_scores(l.units, q, k, scores + at, SCORES_ROW);
     } else {
-      scores_kernel<PAIRS, SCORES_ROW>(l.units, q, k, factor, scores + at);
+      scores_kernel<PAIRS, SCORES_ROW>(l.units, q, k, factor, key_bias ? scratch + l.key_bias + (at - packed_begin) : nullptr, scores + at);
     }
   }
 
@@ -174,7 +177,8 @@ static void attend_keys(const ForwardProblem& p, const ForwardTask& task, const 
     // Rows past the last are computed like the last and never stored.
     const int64_t query = smaller(row + r, last);
     if constexpr (STEPS)
-      apply_steps(p.modifiers, task.modifiers, query, task.seq_kv - task.seq_q, tile + begin, end_key - begin, scores + r * SCORES_ROW + begin);
+      apply_steps(p.modifiers, task.modifiers, query, task.seq_kv - task.seq_q, tile + begin, end_key - begin, scores + r * SCORES_ROW + begin,
+                  nullptr, 0, key_bias);
     if (task.modifiers.places)
       hide_row(p.modifiers.map, task.modifiers, query, tile + begin, end_key - begin, scores + r * SCORES_ROW + begin);
     const int64_t visible_begin = larger(visible.begin(query) - tile, first_key), visible_end = smaller(visible.end(query) - tile, end_key);
@@ -256,6 +260,11 @@ static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float
     const int64_t keys = shown.end - tile, packed_begin = (shown.begin - tile) / PANEL * PANEL, key = tile + packed_begin;
     pack_k((const T*)task.k + key * p.k.row, p.k.row, keys - packed_begin, p.head_dim, scratch + l.k);
     pack_v((const T*)task.v + key * p.v.row, p.v.row, keys - packed_begin, p.head_dim_v, scratch + l.v, l.panel_stride);
+    if (STEPS && begins_with_key_bias(p.modifiers)) {
+      float* key_bias = scratch + l.key_bias;
+      memset(key_bias, 0, l.tile_kv * 4);
+      add_bias(p.modifiers.steps[0], task.modifiers.steps[0].data, 0, key, keys - packed_begin, key_bias);
+    }
     for (int64_t row = task.row_begin; row < task.row_end; row += BLOCK_Q<T>)
       forward_micro_block<T, STEPS>(p, task, l, visible, row, tile, keys, packed_begin, factor, scratch);
   }

@@ -27,9 +27,11 @@ ATTNWORKS_INLINE void multiply_add(int64_t depth, const float* a, const float* b
   }
 }
 
-// scores[MR][row stride C_ROW] = q k^T for one micro-block of packed q and one panel of packed k, times `factor` if PAIRS.
+// scores[MR][row stride C_ROW] = q k^T for one micro-block of packed q and one panel of packed k, times `factor` if PAIRS, plus `bias` of the
+// panel's keys if it is not null.
 template <bool PAIRS, int C_ROW>
-__attribute__((noinline)) static void scores_kernel(int64_t units, const float* q, const float* k, float factor, float* scores) {
+__attribute__((noinline)) static void scores_kernel(int64_t units, const float* q, const float* k, float factor, const float* bias,
+                                                    float* scores) {
   Vec acc[MR][NV];
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
@@ -39,7 +41,10 @@ __attribute__((noinline)) static void scores_kernel(int64_t units, const float* 
 #pragma GCC unroll 16
   for (int r = 0; r < MR; r++)
 #pragma GCC unroll 8
-    for (int n = 0; n < NV; n++) store(scores + r * C_ROW + n * W, PAIRS ? mul(acc[r][n], set1(factor)) : acc[r][n]);
+    for (int n = 0; n < NV; n++) {
+      if (PAIRS) acc[r][n] = mul(acc[r][n], set1(factor));
+      store(scores + r * C_ROW + n * W, bias ? add(acc[r][n], load(bias + n * W)) : acc[r][n]);
+    }
 }
 
 // acc[MR][row stride acc_stride] = rescale[MR] * acc + probs v for N vectors of columns.

@@ -70,11 +70,23 @@ ATTNWORKS_INLINE void bias_row(const T* bias, int64_t stride, int64_t count, flo
   }
 }
 
-// The steps on scores[0, count) of one query, whose keys are [key, key + count); whole vectors, so up to W - 1 scores more may change.
-// `ahead`: by how many keys query 0's own place, for ALiBi, is ahead of key 0: seq_kv - seq_q, whatever the mask's alignment. slopes: null, or room for the derivatives: of the n-th softcap among the steps from slopes + n * slope_stride on.
+// scores[j] += the bias of `query` and key + j; nothing else of the bias is read.
+ATTNWORKS_INLINE void add_bias(const ScoreStep& step, const void* bias, int64_t query, int64_t key, int64_t count, float* scores) {
+  const int64_t offset = query * step.row + key * step.key;
+  if (step.dtype == DType::float32) bias_row((const float*)bias + offset, step.key, count, scores);
+  if (step.dtype == DType::bfloat16) bias_row((const bf16*)bias + offset, step.key, count, scores);
+  if (step.dtype == DType::float16) bias_row((const fp16*)bias + offset, step.key, count, scores);
+}
+
+// Whether the first step adds the same row to every query's scores, as padding does: then whoever makes the scores can add it.
+ATTNWORKS_INLINE bool begins_with_key_bias(const Modifiers& m) { return m.count && m.steps[0].kind == StepKind::bias && m.steps[0].row == 0; }
+
+// The steps from `first` on, on scores[0, count) of one query, whose keys are [key, key + count); whole vectors, so up to W - 1 scores more may
+// change. `ahead`: by how many keys query 0's own place, for ALiBi, is ahead of key 0: seq_kv - seq_q, whatever the mask's alignment.
+// slopes: null, or room for the derivatives: of the n-th softcap among the steps from slopes + n * slope_stride on.
 ATTNWORKS_INLINE void apply_steps(const Modifiers& m, const HeadModifiers& head, int64_t query, int64_t ahead, int64_t key, int64_t count,
-                                  float* scores, float* slopes = nullptr, int64_t slope_stride = 0) {
-  for (int64_t n = 0; n < m.count; n++) {
+                                  float* scores, float* slopes = nullptr, int64_t slope_stride = 0, int64_t first = 0) {
+  for (int64_t n = first; n < m.count; n++) {
     const ScoreStep& step = m.steps[n];
     if (step.kind == StepKind::softcap) {
       softcap_row(step.cap, count, scores, slopes);
@@ -82,10 +94,7 @@ ATTNWORKS_INLINE void apply_steps(const Modifiers& m, const HeadModifiers& head,
     } else if (step.kind == StepKind::alibi) {
       alibi_row(head.steps[n].slope, query + ahead - key, count, scores);
     } else {
-      const int64_t offset = query * step.row + key * step.key;
-      if (step.dtype == DType::float32) bias_row((const float*)head.steps[n].data + offset, step.key, count, scores);
-      if (step.dtype == DType::bfloat16) bias_row((const bf16*)head.steps[n].data + offset, step.key, count, scores);
-      if (step.dtype == DType::float16) bias_row((const fp16*)head.steps[n].data + offset, step.key, count, scores);
+      add_bias(step, head.steps[n].data, query, key, count, scores);
     }
   }
 }

@@ -96,19 +96,26 @@ def test_masks_scores_and_gradients(data):
             given.append(data.draw(strided(shape, torch.float32)).requires_grad_())
             scores.append(kind(given[-1]))
 
+    def weights_of(out):
+        return torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).sin()
+
     def run(inputs, backend):
         extra = iter(inputs[3:])
         modifiers = tuple(type(s)(next(extra)) if isinstance(s, Bias | Sink) else s for s in scores)
         out, lse = attention(*inputs[:3], mask=mask, scores=modifiers, return_lse=True, backend=backend)
-        weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).sin()
-        return out, lse, torch.autograd.grad((out.double() * weights).sum(), inputs)
+        return out, lse, torch.autograd.grad((out.double() * weights_of(out)).sum(), inputs)
 
     exact = [x.detach().double().requires_grad_() for x in given]
     expected, got = run(exact, "reference"), run(given, "auto")
     check([x.detach() for x in got[:2]], expected, dtype)
     limit = 1e-4 if dtype == torch.float32 else 3e-2
-    for a, b in zip(got[2], expected[2], strict=True):
-        assert (a.double() - b).norm() <= limit * (b.norm() + 1)
+    # delta comes from the rounded output: so every row adds an error of its own to the biases and sinks that it shares
+    # with other rows, also where their exact gradients cancel.
+    of_rows = torch.finfo(dtype).eps / 2 * (weights_of(expected[0]) * expected[0]).abs().sum(-1, keepdim=True)
+    for x, a, b in zip(given, got[2], expected[2], strict=True):
+        shape = (1, heads_q, 1, 1) if x.dim() == 1 else (*x.shape[:3], 1)
+        shared = 0.0 if any(x is y for y in tensors) else of_rows.detach().sum_to_size(shape).norm()
+        assert (a.double() - b).norm() <= limit * (b.norm() + 1) + shared
 
 
 @few
@@ -207,5 +214,9 @@ def test_merging_any_split_of_the_keys(data):
     parts = [attention(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (slice(cut), slice(cut, None))]
     whole = attention(*double(q, k, v), return_lse=True, backend="reference")
     out, lse = merge(*parts[0], *parts[1])
-    torch.testing.assert_close(out.double(), whole[0], atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(lse.double(), whole[1], atol=1e-3, rtol=1e-5)
+    # The rounding error of a score, which grows with its terms, is a relative error of its probability.
+    scores = torch.cat([q.abs() @ k.abs().mT / 4, torch.zeros(2, 2, seq_q, 1)], -1).amax(-1).double()
+    limit = 8 * 2**-24 * (1 + scores)
+    weighted = attention(*double(q, k, v.abs()), backend="reference")
+    assert bool(((out.double() - whole[0]).abs() <= limit[..., None] * weighted + 1e-30).all())
+    torch.testing.assert_close(lse.double(), whole[1], atol=float(limit.max()), rtol=1e-5)

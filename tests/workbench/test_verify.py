@@ -81,6 +81,17 @@ def test_distribution_covers_every_grouping() -> None:
     assert all(0 <= s.median <= s.p90 <= s.p99 <= s.largest < 1 for s in spreads)
 
 
+def test_worst_gradients_name_their_inputs() -> None:
+    results = verify(subjects=[Mutant()], cases=["stress: normal, *", "stress: large scores, *"])
+    rows = summary.worst_gradients(results)
+    pairs = [(r, m) for r, m in summary.measures(results) if m.tensor in ("dq", "dk", "dv")]
+    assert {(row.dtype, row.tensor) for row in rows} == {(summary.dtype_of(r), m.tensor) for r, m in pairs}
+    for row in rows:
+        own = [(r, m) for r, m in pairs if (summary.dtype_of(r), m.tensor) == (row.dtype, row.tensor)]
+        worst, _ = max(own, key=lambda pair: summary.tightest(pair[1]).share)
+        assert len({r.case.generator for r, _ in own}) == 2 and row.inputs == worst.case.generator
+
+
 def test_subjects_cover_every_backend_and_schedule() -> None:
     names = [subject.name for subject in backend_subjects()]
     assert {"cpu", "reference", "reference, q_outer", "reference, kv_outer"} <= set(names)

@@ -21,15 +21,21 @@ LENGTH_BANDS = ((0, 15, "0-15"), (16, 127, "16-127"), (128, 1023, "128-1023"), (
 
 @dataclass(frozen=True)
 class Worst:
-    """The case that comes closest to a budget, or exceeds it most."""
+    """The case that comes closest to a budget, or exceeds it most. ``inputs``: the generator of its inputs."""
 
     subject: str
     dtype: str
     tensor: str
     case: str
+    inputs: str
     seed: int
     measure: Measure
     check: Check
+
+    def to_json(self) -> dict[str, Any]:
+        named = ("subject", "dtype", "tensor", "case", "inputs", "seed")
+        check = asdict(self.check) | {"share": self.check.share}
+        return {name: getattr(self, name) for name in named} | {"check": check}
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Spread:
         return asdict(self)
 
 
+VALUES = ("out", "lse")
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
 
 
@@ -87,10 +94,16 @@ def worst(results: Iterable[Result]) -> list[Worst]:
     found: dict[tuple[str, str, str], Worst] = {}
     for result, measure in measures(results):
         key = (result.subject, dtype_of(result), measure.tensor)
-        candidate = Worst(*key, result.case.name, result.case.seed, measure, tightest(measure))
+        candidate = Worst(*key, result.case.name, result.case.generator, result.case.seed, measure, tightest(measure))
         if key not in found or candidate.check.share > found[key].check.share:
             found[key] = candidate
     return list(found.values())
+
+
+def worst_gradients(results: Iterable[Result]) -> list[Worst]:
+    """The same of gradients alone, by dtype."""
+    rows = worst(result for result in results if result.check == "gradients")  # which hold values too
+    return sorted((row for row in rows if row.tensor not in VALUES), key=lambda row: row.dtype)
 
 
 def distribution(results: Iterable[Result]) -> list[Spread]:

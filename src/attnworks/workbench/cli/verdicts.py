@@ -67,6 +67,20 @@ def print_errors(results: list[Result], wide: bool) -> None:
         output.print_notes([f"tightest: {tightest.check.name} of {tightest.tensor} in {tightest.case}{where}"])
 
 
+def print_gradients(results: list[Result], wide: bool) -> None:
+    """For each subject the inputs on which each gradient came closest to its budget."""
+    rows = summary.worst_gradients(results)
+    for subject in dict.fromkeys(row.subject for row in rows):
+        listed = output.table(
+            "dtype", "gradient", "inputs", *(("case",) if wide else ()), "share", text_columns=3 + wide
+        )
+        for row in rows:
+            if row.subject == subject:
+                case = (escape(row.case),) if wide else ()
+                listed.add_row(row.dtype, row.tensor, row.inputs, *case, output.in_percent(row.check.share))
+        output.print_table(f"{subject}: the inputs on which each gradient is worst, by share of its budget", listed)
+
+
 def _number(value: float) -> str:
     return output.UNKNOWN if math.isnan(value) else "0" if value == 0 else f"{value:.1e}"
 

@@ -149,7 +149,12 @@ def _print_json(
 ) -> None:
     kernel = {} if prepared is None else {"kernel": prepared.to_json()}
     spreads = [spread.to_json() for spread in summary.distribution(results)]
-    found = {"distribution": spreads, "coverage": [covered.to_json() for covered in coverage]}
+    gradients = [row.to_json() for row in summary.worst_gradients(results)]
+    found = {
+        "distribution": spreads,
+        "worst_gradients": gradients,
+        "coverage": [covered.to_json() for covered in coverage],
+    }
     listed = [result.to_json() for result in results]
     output.print_json({"passed": not failed, **kernel, **found, "results": listed})
 
@@ -160,6 +165,7 @@ def _print(
     if prepared is not None:
         verdicts.print_kernel(prepared, results)
     verdicts.print_errors(results, wide)
+    verdicts.print_gradients(results, wide)
     verdicts.print_distribution(results)
     if prepared is None:
         verdicts.print_skipped(results)
