@@ -37,9 +37,9 @@ def test_the_command_measures_each_step_and_keeps_its_record(tmp_path, monkeypat
         "--lengths",
         "640",
         "--heads",
-        "1",
+        "4",
         "--head-dim",
-        "16",
+        "32",
         "--db",
         str(db),
     ]
