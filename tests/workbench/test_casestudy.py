@@ -37,9 +37,9 @@ def test_the_command_measures_each_step_and_keeps_its_record(tmp_path, monkeypat
         "--lengths",
         "640",
         "--heads",
-        "1",
+        "4",
         "--head-dim",
-        "16",
+        "32",
         "--db",
         str(db),
     ]
@@ -56,7 +56,7 @@ def test_the_command_measures_each_step_and_keeps_its_record(tmp_path, monkeypat
         assert row["record"]["check"]["worst_share_of_bound"] <= 1 and row["share"] > 0
     visiting, skipping = (row["record"]["modelled_bytes"] for row in one["rows"][2:4])
     assert 1.5 < visiting / skipping < 2
-    assert one["profile"]["matrix_bytes"] == 640 * 640 * 4
+    assert one["profile"]["matrix_bytes"] == 4 * 640 * 640 * 4
     assert any("bmm" in kernel["name"] or "mm" in kernel["name"] for kernel in one["profile"]["kernels"])
     assert [record.conditions["study"] for record in History(db).records().values()] == [names[0], *names[2:]]
 
