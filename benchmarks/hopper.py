@@ -172,13 +172,22 @@ def _packed_rows(rounds: int) -> Iterator[Row]:
     cu = torch.tensor([0, *lengths], device="cuda").cumsum(0)
     heads = WIDTH // 128
     q, k, v = (torch.randn(4 * TOKENS, heads, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-    given = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    longest = max(lengths)
+    given = {"max_seqlen_q": longest, "max_seqlen_k": longest}
     dense = inputs(128, 4096)
     for causal in (False, True):
         mask = Causal() if causal else None
         runs: dict[str, Run] = {
             "attnworks": lambda mask=mask: attention_varlen(
-                q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, mask=mask, backend="cuda"
+                q,
+                k,
+                v,
+                cu_seqlens_q=cu,
+                cu_seqlens_kv=cu,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+                mask=mask,
+                backend="cuda",
             )
         }
         for peer, function in flash_attention("flash_attn_varlen_func").items():
@@ -187,7 +196,7 @@ def _packed_rows(rounds: int) -> Iterator[Row]:
                 runs[peer] = lambda f=function, ends=ends, causal=causal: f(q, k, v, ends, ends, causal=causal, **given)
         flops = sum(4 * heads * 128 * (n * (n + 1) / 2 if causal else n * n) for n in lengths)
         times = measure({name: _first(run) for name, run in runs.items()}, rounds)
-        name = f"{len(lengths)} packed sequences of {min(lengths)} to {max(lengths)} {'causal' if causal else 'full'}"
+        name = f"{len(lengths)} packed sequences of {min(lengths)} to {longest} {'causal' if causal else 'full'}"
         yield from rows_of("Shapes", name, times, {}, flops)
         same = measure({"dense": lambda mask=mask: attention(*dense, mask=mask, backend="cuda")}, rounds)["dense"]
         own, rate = (
