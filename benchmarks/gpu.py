@@ -14,7 +14,6 @@ Nobody is timed whose result is wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import subprocess
@@ -23,7 +22,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ from attnworks import Causal, Window, attention, masks, tilemap
 from attnworks.plan import Plan
 from attnworks.workbench import environment, statistics
 from attnworks.workbench.device_time import Clock, Run
-from rows import Row, markdown, print_section
+from rows import Row, show
 
 TOKENS, WIDTH = 16384, 2048
 HEAD_DIMS = (128, 64)
@@ -238,6 +236,18 @@ def mask_rows(rounds: int) -> Iterator[Row]:
         )
 
 
+def host_microseconds(run: Callable[[int], Any]) -> float:
+    """Of a call, which is given its number."""
+    laps = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for i in range(100):
+            run(i)
+        laps.append((time.perf_counter() - start) * 1e4)
+    return statistics.median(laps)
+
+
 def host_rows() -> Iterator[Row]:
     """Host time of an eager call whose device work is too little to wait for."""
     q, k, v = (torch.randn(1, 2, 128, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
@@ -247,15 +257,9 @@ def host_rows() -> Iterator[Row]:
         "SDPA": lambda: F.scaled_dot_product_attention(q, k, v),
     }
     for name, run in runs.items():
-        laps = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(100):
-                run()
-            laps.append((time.perf_counter() - start) * 1e4)  # microseconds a call
-        held = None if name == "SDPA" else statistics.median(laps) <= HOST_BAR
-        yield Row("Host time", name, "", f"{statistics.median(laps):.1f} us", f"<= {HOST_BAR} us", held)
+        taken = host_microseconds(lambda _, run=run: run())
+        held = None if name == "SDPA" else taken <= HOST_BAR
+        yield Row("Host time", name, "", f"{taken:.1f} us", f"<= {HOST_BAR} us", held)
 
 
 FIRST_CALL = """
@@ -301,25 +305,13 @@ def main() -> None:
         "host": host_rows,
         "compile": compile_rows,
     }
-    found: list[Row] = []
-    for name in chosen.section:
-        rows = []
-        for row in sections[name]():
-            rows.append(row)
-            print(f"{row.section}: {row.problem}: {row.against} {row.value}; {row.detail}", file=sys.stderr, flush=True)
-        found += rows
-        if not chosen.json:
-            print_section(rows)
-    if chosen.json:
-        print(json.dumps([asdict(row) for row in found], indent=1))
-    if chosen.markdown:
-        introduction = (
-            f"{torch.cuda.get_device_name()}; {', '.join(f'{n} {v}' for n, v in environment.versions().items())}; "
-            f"commit {environment.commit()}. Ratios are how many times as fast attnworks is: medians of interleaved "
-            "runs, with a 99 % interval; device times of CUDA graph replays (`benchmarks/gpu.py`)."
-        )
-        title = f"GPU bars, {time.strftime('%Y-%m-%d')}"
-        chosen.markdown.write_text(markdown(found, title, introduction), encoding="utf-8")
+    introduction = (
+        f"{torch.cuda.get_device_name()}; {', '.join(f'{n} {v}' for n, v in environment.versions().items())}; "
+        f"commit {environment.commit()}. Ratios are how many times as fast attnworks is: medians of interleaved "
+        "runs, with a 99 % interval; device times of CUDA graph replays (`benchmarks/gpu.py`)."
+    )
+    title = f"GPU bars, {time.strftime('%Y-%m-%d')}"
+    show(sections, chosen.section, as_json=chosen.json, path=chosen.markdown, title=title, introduction=introduction)
 
 
 if __name__ == "__main__":

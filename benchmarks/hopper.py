@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import random
 import subprocess
@@ -23,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +33,8 @@ from torch.nn.attention import SDPBackend
 from attnworks import Causal, Window, attention, attention_varlen
 from attnworks.workbench import environment, statistics
 from attnworks.workbench.device_time import Run
-from gpu import FIRST_CALL, TOKENS, WIDTH, inputs, measure, products, right, rows_of, sdpa
-from rows import Row, markdown, print_section
+from gpu import FIRST_CALL, TOKENS, WIDTH, host_microseconds, inputs, measure, products, right, rows_of, sdpa
+from rows import Row, show
 
 HEAD_DIMS = (128, 64, 256)
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
@@ -228,15 +226,9 @@ def host_rows() -> Iterator[Row]:
         "SDPA": lambda _: F.scaled_dot_product_attention(*tensors[:3]),
     }
     for name, run in runs.items():
-        laps = []
-        for _ in range(20):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for i in range(100):
-                run(i)
-            laps.append((time.perf_counter() - start) * 1e4)
-        held = None if name == "SDPA" else statistics.median(laps) <= HOST_BAR
-        yield Row("Host time", name, "", f"{statistics.median(laps):.1f} us", f"<= {HOST_BAR} us", held)
+        taken = host_microseconds(run)
+        held = None if name == "SDPA" else taken <= HOST_BAR
+        yield Row("Host time", name, "", f"{taken:.1f} us", f"<= {HOST_BAR} us", held)
 
 
 def compile_rows() -> Iterator[Row]:
@@ -273,25 +265,13 @@ def main() -> None:
         "host": host_rows,
         "compile": compile_rows,
     }
-    found: list[Row] = []
-    for name in chosen.section:
-        rows = []
-        for row in sections[name]():
-            rows.append(row)
-            print(f"{row.section}: {row.problem}: {row.against} {row.value}; {row.detail}", file=sys.stderr, flush=True)
-        found += rows
-        if not chosen.json:
-            print_section(rows)
-    if chosen.json:
-        print(json.dumps([asdict(row) for row in found], indent=1))
-    if chosen.markdown:
-        introduction = (
-            f"{torch.cuda.get_device_name()}; {', '.join(f'{n} {v}' for n, v in environment.versions().items())}; "
-            f"commit {environment.commit()}. Ratios are how many times as fast attnworks is: medians of interleaved "
-            "runs, with a 99 % interval; device times of CUDA graph replays (`benchmarks/hopper.py`)."
-        )
-        title = f"The CUDA backend's bars, {time.strftime('%Y-%m-%d')}"
-        chosen.markdown.write_text(markdown(found, title, introduction), encoding="utf-8")
+    introduction = (
+        f"{torch.cuda.get_device_name()}; {', '.join(f'{n} {v}' for n, v in environment.versions().items())}; "
+        f"commit {environment.commit()}. Ratios are how many times as fast attnworks is: medians of interleaved "
+        "runs, with a 99 % interval; device times of CUDA graph replays (`benchmarks/hopper.py`)."
+    )
+    title = f"The CUDA backend's bars, {time.strftime('%Y-%m-%d')}"
+    show(sections, chosen.section, as_json=chosen.json, path=chosen.markdown, title=title, introduction=introduction)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""The rows that cpu.py and gpu.py print: as a table for the terminal and as Markdown."""
+"""The rows that the scripts here print: as a table for the terminal, as Markdown and as JSON."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -47,3 +51,29 @@ def markdown(rows: list[Row], title: str, introduction: str) -> str:
         ]
         text += ["| " + " | ".join(_cells(row)) + " |" for row in rows if row.section == section]
     return "\n".join(text) + "\n"
+
+
+def show(
+    sections: dict[str, Callable[[], Iterator[Row]]],
+    asked: Iterable[str],
+    *,
+    as_json: bool,
+    path: Path | None,
+    title: str,
+    introduction: str,
+) -> None:
+    """Make the sections asked for, telling each row on stderr; print them, and write them to ``path``, if given, as
+    Markdown after each section, so that a later one that fails costs no rows."""
+    found: list[Row] = []
+    for name in asked:
+        rows = []
+        for row in sections[name]():
+            rows.append(row)
+            print(f"{row.section}: {row.problem}: {row.against} {row.value}; {row.detail}", file=sys.stderr, flush=True)
+        found += rows
+        if not as_json:
+            print_section(rows)
+        if path:
+            path.write_text(markdown(found, title, introduction), encoding="utf-8")
+    if as_json:
+        print(json.dumps([asdict(row) for row in found], indent=1))
