@@ -283,6 +283,15 @@ def compile_rows() -> Iterator[Row]:
             yield Row("First call", name, "", f"{seconds:.2f} s", f"<= {bar} s", seconds <= bar)
 
 
+def introduction(script: str) -> str:
+    """Of the tables that a script here writes."""
+    return (
+        f"{torch.cuda.get_device_name()}; {', '.join(f'{n} {v}' for n, v in environment.versions().items())}; "
+        f"commit {environment.commit()}. Ratios are how many times as fast attnworks is: medians of interleaved "
+        f"runs, with a 99 % interval; device times of CUDA graph replays (`benchmarks/{script}.py`)."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
@@ -305,13 +314,9 @@ def main() -> None:
         "host": host_rows,
         "compile": compile_rows,
     }
-    introduction = (
-        f"{torch.cuda.get_device_name()}; {', '.join(f'{n} {v}' for n, v in environment.versions().items())}; "
-        f"commit {environment.commit()}. Ratios are how many times as fast attnworks is: medians of interleaved "
-        "runs, with a 99 % interval; device times of CUDA graph replays (`benchmarks/gpu.py`)."
-    )
     title = f"GPU bars, {time.strftime('%Y-%m-%d')}"
-    show(sections, chosen.section, as_json=chosen.json, path=chosen.markdown, title=title, introduction=introduction)
+    about = introduction("gpu")
+    show(sections, chosen.section, as_json=chosen.json, path=chosen.markdown, title=title, introduction=about)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from attnworks import Causal, Window, attention, attention_varlen
-from attnworks.workbench import environment, statistics
+from attnworks.workbench import statistics
 from attnworks.workbench.device_time import Run
-from gpu import FIRST_CALL, TOKENS, WIDTH, host_microseconds, inputs, measure, products, right, rows_of, sdpa
+from gpu import (
+    FIRST_CALL,
+    TOKENS,
+    WIDTH,
+    host_microseconds,
+    inputs,
+    introduction,
+    measure,
+    products,
+    right,
+    rows_of,
+    sdpa,
+)
 from rows import Row, show
 
 HEAD_DIMS = (128, 64, 256)
@@ -81,13 +93,18 @@ def _runs(name: str, run: Run) -> bool:
 def as_dense(function: Callable[..., Any], tensors: tuple[Tensor, ...], **options: Any) -> Run:
     """Their layout is (batch, rows, heads, dim)."""
     given = [x.transpose(1, 2).contiguous() for x in tensors]
+    only_out = _first(lambda: function(*given, **options))
+    return lambda: only_out().transpose(1, 2)
 
-    def run() -> Tensor:
-        out = function(*given, **options)
-        result: Tensor = (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-        return result
 
-    return run
+def _first(run: Run) -> Run:
+    """Their functions may give the LSE too."""
+
+    def first() -> Any:
+        found = run()
+        return found[0] if isinstance(found, tuple) else found
+
+    return first
 
 
 def matrix_product_rate(rounds: int) -> float:
@@ -207,16 +224,6 @@ def _packed_rows(rounds: int) -> Iterator[Row]:
         yield Row("Shapes", name, "dense, per FLOP", value, f">= {PER_FLOP_BAR}", held, detail)
 
 
-def _first(run: Run) -> Run:
-    """FA3's functions may give the LSE too."""
-
-    def first() -> Any:
-        found = run()
-        return found[0] if isinstance(found, tuple) else found
-
-    return first
-
-
 def host_rows() -> Iterator[Row]:
     tensors = [torch.randn(1, 2, 128, 64, dtype=torch.bfloat16, device="cuda") for _ in range(9)]
     runs: dict[str, Callable[[int], Any]] = {
@@ -265,13 +272,9 @@ def main() -> None:
         "host": host_rows,
         "compile": compile_rows,
     }
-    introduction = (
-        f"{torch.cuda.get_device_name()}; {', '.join(f'{n} {v}' for n, v in environment.versions().items())}; "
-        f"commit {environment.commit()}. Ratios are how many times as fast attnworks is: medians of interleaved "
-        "runs, with a 99 % interval; device times of CUDA graph replays (`benchmarks/hopper.py`)."
-    )
     title = f"The CUDA backend's bars, {time.strftime('%Y-%m-%d')}"
-    show(sections, chosen.section, as_json=chosen.json, path=chosen.markdown, title=title, introduction=introduction)
+    about = introduction("hopper")
+    show(sections, chosen.section, as_json=chosen.json, path=chosen.markdown, title=title, introduction=about)
 
 
 if __name__ == "__main__":

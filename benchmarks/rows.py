@@ -61,9 +61,9 @@ def show(
     path: Path | None,
     title: str,
     introduction: str,
-) -> None:
-    """Make the sections asked for, telling each row on stderr; print them, and write them to ``path``, if given, as
-    Markdown after each section, so that a later one that fails costs no rows."""
+) -> list[Row]:
+    """Make the sections asked for, telling each row on stderr; print their tables, and write them to ``path``, if
+    given, as Markdown after each section, so that a later one that fails costs no rows. Returns all rows."""
     found: list[Row] = []
     for name in asked:
         rows = []
@@ -72,8 +72,10 @@ def show(
             print(f"{row.section}: {row.problem}: {row.against} {row.value}; {row.detail}", file=sys.stderr, flush=True)
         found += rows
         if not as_json:
-            print_section(rows)
+            for section in dict.fromkeys(row.section for row in rows):
+                print_section([row for row in rows if row.section == section])
         if path:
             path.write_text(markdown(found, title, introduction), encoding="utf-8")
     if as_json:
         print(json.dumps([asdict(row) for row in found], indent=1))
+    return found

@@ -13,12 +13,11 @@ did not change vary, by which `attnworks compare` judges. From a source tree set
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from attnworks.workbench import comparison, environment, statistics
 from attnworks.workbench.bench import Protocol, measure
 from attnworks.workbench.device_time import Clock
 from attnworks.workbench.providers import Attnworks, Bound, Inputs, describe
-from rows import Row, markdown, print_section
+from rows import Row, show
 
 SAME_BAR = 0.05  # of the trials, in which a difference may be claimed
 FOUND_BARS = {("cpu", 0.05): 0.9, ("cuda", 0.05): 0.95, ("cuda", 0.02): 0.8}
@@ -161,25 +160,18 @@ def main() -> None:
     chosen = parser.parse_args()
     problem = described(chosen.device, chosen.length)
     protocol = Protocol(most_runs=400, threads=chosen.threads, budget_seconds=30)
-    sections = {"same": same_rows, "slowed": slowed_rows, "errors": error_rows}
-    found: list[Row] = []
-    for name in chosen.section:
-        rows = list(sections[name](problem, chosen.trials, protocol))
-        found += rows
-        if not chosen.json:
-            for section in dict.fromkeys(row.section for row in rows):
-                print_section([row for row in rows if row.section == section])
-    if chosen.json:
-        print(json.dumps([asdict(row) for row in found], indent=1))
-    if chosen.markdown:
-        machine = environment.machine(problem.device)
-        introduction = (
-            f"{machine['name']}; {', '.join(f'{n} {v}' for n, v in environment.versions().items())}; commit "
-            f"{environment.commit()}. {chosen.trials} benchmarks of 50 to 400 runs each, `benchmarks/trust.py`; "
-            f"attnworks is called as {Attnworks().form(problem)}."
-        )
-        title = f"Can the benchmark be trusted? {time.strftime('%Y-%m-%d')}"
-        chosen.markdown.write_text(markdown(found, title, introduction), encoding="utf-8")
+    made = {"same": same_rows, "slowed": slowed_rows, "errors": error_rows}
+    sections = {name: partial(rows, problem, chosen.trials, protocol) for name, rows in made.items()}
+    machine = environment.machine(problem.device)
+    introduction = (
+        f"{machine['name']}; {', '.join(f'{n} {v}' for n, v in environment.versions().items())}; commit "
+        f"{environment.commit()}. {chosen.trials} benchmarks of 50 to 400 runs each, `benchmarks/trust.py`; "
+        f"attnworks is called as {Attnworks().form(problem)}."
+    )
+    title = f"Can the benchmark be trusted? {time.strftime('%Y-%m-%d')}"
+    found = show(
+        sections, chosen.section, as_json=chosen.json, path=chosen.markdown, title=title, introduction=introduction
+    )
     if not all(row.passed for row in found):
         sys.exit(1)
 

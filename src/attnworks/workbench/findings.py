@@ -93,31 +93,40 @@ def comparisons(records: Sequence[Record]) -> list[Comparison]:
     return found
 
 
+def by_session(records: Sequence[Record]) -> list[list[Record]]:
+    """Records that were interleaved with each other, in their order."""
+    sessions: dict[str, list[Record]] = {}
+    for record in records:
+        sessions.setdefault(record.session, []).append(record)
+    return list(sessions.values())
+
+
+def newest_attempt(heats: Sequence[Record]) -> list[list[Record]]:
+    """Of the records of one sweep those of its newest attempt, by heats, each of which begins with the backend's
+    choice: the final after the others. Nothing for no records."""
+    begun = max((str(one.conditions["begun"]) for one in heats), default="")
+    newest = [one for one in heats if one.conditions["begun"] == begun]
+    return by_session(sorted(newest, key=lambda one: bool(one.conditions["final"])))
+
+
 def heat_maps(records: Sequence[Record]) -> list[HeatMap]:
     """Of the newest attempt at each sweep, by warps and stages; finalists with their ratio of the final."""
     sweeps: dict[str, list[Record]] = {}
     for record in records:
         if record.conditions.get("sweep"):
             sweeps.setdefault(str(record.conditions["sweep"]), []).append(record)
-    found = []
-    for heats in sweeps.values():
-        begun = max(str(one.conditions["begun"]) for one in heats)
-        newest = [one for one in heats if one.conditions["begun"] == begun]
-        found += _panels(sorted(newest, key=lambda one: bool(one.conditions["final"])))
-    return found
+    return [panel for heats in sweeps.values() for panel in _panels(newest_attempt(heats))]
 
 
-def _panels(heats: Sequence[Record]) -> list[HeatMap]:
-    tables: dict[str, Record] = {}  # each heat begins with the backend's choice
+def _panels(heats: Sequence[Sequence[Record]]) -> list[HeatMap]:
     panels: dict[tuple[int, int], dict[tuple[int, int], Cell]] = {}
-    for record in heats:
-        table = tables.setdefault(record.session, record)
-        assert record.plan is not None, "a sweep's competitors are plans"
-        plan = Plan(**record.plan)
-        panels.setdefault((plan.warps, plan.stages), {})[place(plan)] = Cell(
-            record.provider, record, record.ratio_to(table)
-        )
-    words, choice = problem_words(heats[0]), heats[0].provider
+    for heat in heats:
+        for record in heat:
+            assert record.plan is not None, "a sweep's competitors are plans"
+            plan = Plan(**record.plan)
+            cell = Cell(record.provider, record, record.ratio_to(heat[0]))
+            panels.setdefault((plan.warps, plan.stages), {})[place(plan)] = cell
+    words, choice = problem_words(heats[0][0]), heats[0][0].provider
     return [
         HeatMap(f"{words}{f', {warps} warps, {stages} stages' if warps else ''}", choice, cells)
         for (warps, stages), cells in sorted(panels.items())
@@ -126,11 +135,8 @@ def _panels(heats: Sequence[Record]) -> list[HeatMap]:
 
 def studies(records: Sequence[Record]) -> list[list[Record]]:
     """The newest case study of each problem and machine, its baseline first."""
-    sessions: dict[str, list[Record]] = {}
-    for record in records:
-        if record.conditions.get("study"):
-            sessions.setdefault(record.session, []).append(record)
-    newest = {_same(steps[0]): steps for steps in sorted(sessions.values(), key=lambda steps: steps[0].when)}
+    sessions = by_session([record for record in records if record.conditions.get("study")])
+    newest = {_same(steps[0]): steps for steps in sorted(sessions, key=lambda steps: steps[0].when)}
     return list(newest.values())
 
 

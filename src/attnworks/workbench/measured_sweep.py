@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from itertools import product
@@ -28,6 +28,7 @@ from attnworks.problem import Problem
 from attnworks.tuned import Row
 from attnworks.workbench import bench, tile_sweep, tune
 from attnworks.workbench.bench import Protocol
+from attnworks.workbench.findings import newest_attempt
 from attnworks.workbench.history import History
 from attnworks.workbench.providers import Attnworks
 from attnworks.workbench.quick_check import NotVerifiedError
@@ -285,7 +286,7 @@ class _Race:
         marks = self._marks | {"final": final}
         records = [replace(one, conditions=one.conditions | marks) for one in result.records]
         self._history.add(records)
-        self.standing |= _standings(records)
+        self.standing |= _standings([records])
         for plan in runners:
             name = words(plan)
             if why := result.failed.get(name) or result.refused.get(name):
@@ -299,27 +300,18 @@ class _Race:
 
 def _kept(history: History, key: str, problem: Problem) -> tuple[str, dict[Plan, Standing]]:
     """When the newest attempt at a sweep began, "" for none, and what it left: the final's records after the heats'."""
-    found = [one for one in history.records(problem=problem).values() if one.conditions.get("sweep") == key]
-    begun = max((str(one.conditions["begun"]) for one in found), default="")
-    newest = [one for one in found if one.conditions["begun"] == begun]
-    return begun, _standings(sorted(newest, key=lambda one: bool(one.conditions["final"])))
+    heats = newest_attempt(
+        [one for one in history.records(problem=problem).values() if one.conditions.get("sweep") == key]
+    )
+    return str(heats[0][0].conditions["begun"]) if heats else "", _standings(heats)
 
 
-def _standings(records: Sequence[Record]) -> dict[Plan, Standing]:
-    """Of records of heats, each of which begins with the backend's choice."""
+def _standings(heats: Sequence[Sequence[Record]]) -> dict[Plan, Standing]:
+    """Of heats, each of which begins with the backend's choice."""
     found = {}
-    for heat in by_session(records):
-        table = heat[0]
+    for heat in heats:
         for one in heat:
             assert one.plan is not None, "a sweep's competitors are plans"
             plan = Plan(**one.plan)
-            found[plan] = Standing(plan, (), one, one.ratio_to(table), bool(one.conditions["final"]))
+            found[plan] = Standing(plan, (), one, one.ratio_to(heat[0]), bool(one.conditions["final"]))
     return found
-
-
-def by_session(records: Sequence[Record]) -> Iterator[list[Record]]:
-    """Records that were interleaved with each other, in their order."""
-    sessions: dict[str, list[Record]] = {}
-    for one in records:
-        sessions.setdefault(one.session, []).append(one)
-    yield from sessions.values()
