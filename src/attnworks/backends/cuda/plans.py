@@ -53,7 +53,7 @@ TABLE = (
     Line(256, 256, "map", 0, 128, 64, 2),
     # 517 538 575 575
     Line(64, 64, "full", 2048, 192, 128, 3),
-    # this kernel at 1k: 1-2 % faster than three groups
+    # this kernel at 512: 382 against 371 for three groups; at 1k level with them or 1-2 % faster
     Line(64, 64, "full", 0, 128, 128, 3),
     # 487 493 and 522 541 for two and three groups at 8k and 16k; this kernel at 4k: three are 3-4 % faster
     Line(64, 64, "causal", 4096, 192, 128, 3),
@@ -61,9 +61,9 @@ TABLE = (
     Line(64, 64, "", 0, 128, 128, 3),
     # 722 735 against 712 720 for 128 keys; below 8k 502 582 662 690 against 534 634 687 693. Heads of 96: not measured
     Line(128, 128, "full", 8192, 128, 144, 2),
-    # causal 326 473 590 640 660 671; no other was tried
+    # causal 326 473 590 640 660 671; this kernel at 1k to 16k: slower with 96, 112, 144, 160 and 176 keys
     Line(128, 128, "", 0, 128, 128, 2),
-    # not measured: the most keys whose two stages fit shared memory (192, 256) or whose S fits beside O (128)
+    # others not measured: the most keys whose two stages fit shared memory (192, 256) or whose S fits beside O (128)
     Line(192, 128, "", 0, 128, 128, 2),
     Line(192, 192, "", 0, 128, 96, 2),
     Line(256, 256, "", 0, 128, 80, 2),
