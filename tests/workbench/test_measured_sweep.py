@@ -139,10 +139,10 @@ def test_tiles_that_the_kernel_would_cut_are_rejected_before_anything_runs():
         Plan("cpu", "tiled", rows, keys, isa=cpu.isas()[0]) for rows, keys in ((1024, 512), (1025, 512), (64, 513))
     ]
     small = replace(detect(), shared_cache_bytes=1 << 16)
-    found = measured_sweep.reasons(problem(), plans, cpu, detect(), 1, lambda *_: None)
+    found = measured_sweep.reasons(problem(), plans, cpu, detect())
     assert [len(why) for why in found.values()] == [0, 1, 1]
     assert found[plans[1]] == ("tile_q 1025: the kernel cuts it to 1024",)
-    (why,) = measured_sweep.reasons(problem(), plans[:1], cpu, small, 1, lambda *_: None)[plans[0]]
+    (why,) = measured_sweep.reasons(problem(), plans[:1], cpu, small)[plans[0]]
     assert why.endswith("bytes of scratch for each of 2 threads, the last cache has 65536")
 
 

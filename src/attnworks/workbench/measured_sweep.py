@@ -164,18 +164,25 @@ def plans(table: Plan, grid: Grid) -> list[Plan]:
 
 
 def reasons(
-    problem: Problem, asked: Sequence[Plan], backend: Backend, hardware: Hardware, jobs: int, report: Progress
+    problem: Problem,
+    asked: Sequence[Plan],
+    backend: Backend,
+    hardware: Hardware,
+    *,
+    compiled: bool = True,
+    jobs: int = 1,
+    report: Progress = lambda *_: None,
 ) -> dict[Plan, tuple[str, ...]]:
     """Why each plan would be no good, before anything is run: by the backend's own word, the sizes of the machine, and
-    for Triton by its compiler."""
+    if ``compiled`` for Triton by its compiler, in so many processes as ``jobs``."""
     found = {plan: _refusal(problem, plan, backend) for plan in asked}
     if backend.NAME == "cpu":
         found |= {plan: _outgrown(problem, plan, backend, hardware) for plan in asked if not found[plan]}
     good = [plan for plan in asked if not found[plan]]
-    if backend.NAME == "triton":
+    if backend.NAME == "triton" and compiled:
         target = tile_sweep.target_of(hardware)
-        compiled = tile_sweep.compile_all(target, [(problem, plan) for plan in good], jobs)
-        for done, (index, one) in enumerate(compiled, 1):
+        made = tile_sweep.compile_all(target, [(problem, plan) for plan in good], jobs)
+        for done, (index, one) in enumerate(made, 1):
             report("compiling", done, len(good))
             found[good[index]] = tile_sweep.judge(problem, good[index], one, hardware).rejected
     return found
@@ -226,7 +233,7 @@ def sweep(
     chosen, _, _ = dispatch.choose(problem, backend)
     table = chosen.candidates(problem, hardware)[0]
     asked = plans(table, grid)
-    rejected = reasons(problem, asked, chosen, hardware, jobs, report)
+    rejected = reasons(problem, asked, chosen, hardware, jobs=jobs, report=report)
     rejected[table] = ()  # it runs, whatever is said of it
     key = key_of(problem, chosen, hardware)
     begun, kept = ("", {}) if again else _kept(history, key, problem)
