@@ -397,7 +397,7 @@ def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     """Drawn on all cores, since one alone takes longer over a GPU's inputs than a whole benchmark should; pieces have
     seeds of their own, so that the numbers do not depend on how many cores there are."""
     made = torch.empty(shape, dtype=dtype)
-    pieces = made.view(-1).split(_PIECE)
+    pieces = torch.split(made.view(-1), _PIECE)
     seeds = torch.randint(2**62, (len(pieces),), generator=generator).tolist()
 
     def draw(piece: Tensor, seed: int) -> None:
