@@ -27,7 +27,9 @@ NOTES = (
 )
 
 
-def show(problem: Problem, found: Sequence[Levels], measured: Measured | None, as_json: bool) -> None:
+def show(
+    problem: Problem, found: Sequence[Levels], measured: Measured | None, as_json: bool, notes: Sequence[str]
+) -> None:
     """Tables, or JSON. ``measured`` stands beside the first of ``found``."""
     beside = compared(found[0], measured) if measured else []
     if as_json:
@@ -52,7 +54,7 @@ def show(problem: Problem, found: Sequence[Levels], measured: Measured | None, a
     if beside:
         console().print()
         print_table("Predicted against measured", _beside(beside))
-    print_notes(NOTES)
+    print_notes([*NOTES, *notes])
 
 
 def _summary(found: Sequence[Levels]) -> Table:
