@@ -6,6 +6,7 @@ import json
 from collections import OrderedDict
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,6 +202,8 @@ def test_the_command_shows_levels_and_errors(tmp_path):
     assert [row["error"] for row in found["compared"][:3]] == [0, 0, 0]
     ran = CliRunner().invoke(main, asked)
     assert ran.exit_code == 0 and "+0.0 %" in ran.output and "re-reads from the cache" in ran.output
+    ran = CliRunner().invoke(main, ["traffic", "--schedule", "triton", "--machine", "t4", "--head-dim", "256"])
+    assert ran.exit_code == 1 and "bytes of shared memory, the card has 65536" in ran.output
     ran = CliRunner().invoke(main, ["traffic", "--schedule", "cuda", "--machine", "t4"])
     assert ran.exit_code == 1 and "compute capability 9.0" in ran.output
     ran = CliRunner().invoke(main, ["traffic", "--backward"])
@@ -208,3 +211,27 @@ def test_the_command_shows_levels_and_errors(tmp_path):
     file.write_text("{")
     ran = CliRunner().invoke(main, asked)
     assert ran.exit_code == 2 and "no JSON" in ran.output
+
+
+def test_the_command_counts_what_a_mask_shows_and_packed_lengths():
+    blocks = f"{Path(__file__).parents[2] / 'examples' / 'own_mask.py'}:BLOCKS"
+
+    def told(*options):
+        ran = CliRunner().invoke(main, ["traffic", "--machine", "h200-sxm", "--seq", "2048", *options, "--json"])
+        assert ran.exit_code == 0, ran.output
+        return json.loads(ran.output)["schedules"]
+
+    (whole,), (sparse,) = told("--schedule", "triton"), told("--schedule", "triton", "--mask", blocks)
+    assert 0.2 < sparse["flops"] / whole["flops"] < 0.3
+    assert sparse["seconds"] < whole["seconds"] and sparse["read"] <= whole["read"] + 1024
+    bills = {one["schedule"]: one for one in told("--mask", blocks, "--tile-q", "128", "--tile-kv", "128")}
+    assert bills["q_outer"]["executed_flops"] == sparse["flops"] == bills["q_outer"]["flops"], "blocks of 128 are whole"
+    assert bills["standard"]["executed_flops"] == whole["flops"]
+    ran = CliRunner().invoke(
+        main, ["traffic", "--lengths", "1024,1024", "--schedule", "triton", "--machine", "t4", "--json"]
+    )
+    packed = json.loads(ran.output)["schedules"][0]
+    alone = told("--schedule", "triton", "--machine", "t4", "--seq", "1024", "--batch", "2")[0]
+    assert (packed["flops"], packed["cache"]) == (alone["flops"], alone["cache"])
+    ran = CliRunner().invoke(main, ["traffic", "--decode", "--lengths", "9,2000", "--mask", blocks])
+    assert ran.exit_code == 0 and "no tile map" in ran.output

@@ -12,7 +12,7 @@ LABELS = {
     "standard": "standard attention",
     "kv_outer": "FlashAttention-1: KV outer",
     "q_outer": "FlashAttention-2: Q outer",
-    "split_kv": "Flash-Decoding: keys shared out",
+    "split_kv": "Flash-Decoding: split KV",
 }
 # In the backward of both it is the keys' tiles that are outside.
 BACKWARD_LABELS = {"standard": "standard attention", "kv_outer": "FlashAttention-1", "q_outer": "FlashAttention-2"}
@@ -91,7 +91,7 @@ SPLIT_KV = Schedule(
     "split_kv",
     (
         Pass(
-            "shares of the keys", outer="q", inner="kv", keeps=("q",), streams=("k", "v"), leaves=("part",),
+            "each share", outer="q", inner="kv", keeps=("q",), streams=("k", "v"), leaves=("part",),
             products=(1, 1), together=True, splits=True, registers=("m", "l", "acc"),
             says=(
                 "A program for each share of the keys, so that few queries keep a whole card busy. Load Q{i}, in whose "

@@ -195,6 +195,8 @@ def plan_on(p: Problem, backend: str, hardware: Hardware) -> Plan:
         from attnworks.backends.triton import plans
 
         found = plans.candidates(p, hardware)
+        if not found:
+            raise ValueError(f"backend: 'triton' has no plan for {hardware.name}: {plans.why_none_fits(p, hardware)}")
     else:
         from attnworks.backends.cuda import CAPABILITY
         from attnworks.backends.cuda import plans as cuda_plans
