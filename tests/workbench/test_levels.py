@@ -227,11 +227,10 @@ def test_the_command_counts_what_a_mask_shows_and_packed_lengths():
     bills = {one["schedule"]: one for one in told("--mask", blocks, "--tile-q", "128", "--tile-kv", "128")}
     assert bills["q_outer"]["executed_flops"] == sparse["flops"] == bills["q_outer"]["flops"], "blocks of 128 are whole"
     assert bills["standard"]["executed_flops"] == whole["flops"]
-    ran = CliRunner().invoke(
-        main, ["traffic", "--lengths", "1024,1024", "--schedule", "triton", "--machine", "t4", "--json"]
-    )
-    packed = json.loads(ran.output)["schedules"][0]
-    alone = told("--schedule", "triton", "--machine", "t4", "--seq", "1024", "--batch", "2")[0]
+    asked = ["traffic", "--machine", "h200-sxm", "--schedule", "triton", "--lengths", "1024,1024"]
+    packed = json.loads(CliRunner().invoke(main, [*asked, "--json"]).output)["schedules"][0]
+    assert "packed" in CliRunner().invoke(main, asked).output
+    alone = told("--schedule", "triton", "--seq", "1024", "--batch", "2")[0]
     assert (packed["flops"], packed["cache"]) == (alone["flops"], alone["cache"])
     ran = CliRunner().invoke(main, ["traffic", "--decode", "--lengths", "9,2000", "--mask", blocks])
     assert ran.exit_code == 0 and "no tile map" in ran.output

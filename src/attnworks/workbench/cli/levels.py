@@ -9,6 +9,7 @@ from rich.table import Table
 
 from attnworks.problem import Problem
 from attnworks.workbench.cli.output import (
+    FORMS,
     UNKNOWN,
     console,
     in_bytes,
@@ -44,7 +45,7 @@ def show(
         return
     p = problem
     print_table(
-        f"batch {p.batch}, heads {p.heads_q}/{p.heads_kv}, N {p.seq_q} x {p.seq_kv}, d {p.head_dim}/{p.head_dim_v}, "
+        f"{FORMS[p.form]}batch {p.batch}, heads {p.heads_q}/{p.heads_kv}, N {p.seq_q} x {p.seq_kv}, d {p.head_dim}/{p.head_dim_v}, "
         f"{p.to_json()['dtype']}, mask {p.to_json()['mask']}\non {found[0].machine}",
         _summary(found),
     )

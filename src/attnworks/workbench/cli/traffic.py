@@ -15,6 +15,7 @@ from attnworks.traffic import SCHEDULES, Traffic, estimate, paper_tiles
 from attnworks.workbench import levels, schedules
 from attnworks.workbench.cli.levels import show
 from attnworks.workbench.cli.output import (
+    FORMS,
     console,
     in_bytes,
     in_rate,
@@ -137,7 +138,7 @@ def _flops_seconds(flops: int, problem: Problem, on: Hardware) -> float | None:
 def _print(problem: Problem, on: Hardware, bills: list[Traffic], notes: list[str]) -> None:
     p, standard = problem, bills[0]
     shape = (
-        f"batch {p.batch}, heads {p.heads_q}/{p.heads_kv}, N {p.seq_q} x {p.seq_kv}, d {p.head_dim}/{p.head_dim_v}, "
+        f"{FORMS[p.form]}batch {p.batch}, heads {p.heads_q}/{p.heads_kv}, N {p.seq_q} x {p.seq_kv}, d {p.head_dim}/{p.head_dim_v}, "
         f"{p.to_json()['dtype']}, mask {p.to_json()['mask']}"
     )
     columns = ("tiles", "all bytes", "take", "FLOPs", "take", "Q", "K, V", "out", "state", "S, P")
