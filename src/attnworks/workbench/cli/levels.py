@@ -9,7 +9,6 @@ from rich.table import Table
 
 from attnworks.problem import Problem
 from attnworks.workbench.cli.output import (
-    FORMS,
     UNKNOWN,
     console,
     in_bytes,
@@ -20,6 +19,7 @@ from attnworks.workbench.cli.output import (
     print_table,
     table,
 )
+from attnworks.workbench.cli.posed import titled
 from attnworks.workbench.levels import USABLE, Levels, Measured, compared
 
 NOTES = (
@@ -43,10 +43,8 @@ def show(
             }
         )
         return
-    p = problem
     print_table(
-        f"{FORMS[p.form]}batch {p.batch}, heads {p.heads_q}/{p.heads_kv}, N {p.seq_q} x {p.seq_kv}, d {p.head_dim}/{p.head_dim_v}, "
-        f"{p.to_json()['dtype']}, mask {p.to_json()['mask']}\non {found[0].machine}",
+        f"{titled(problem)}\non {found[0].machine}",
         _summary(found),
     )
     if len(found) == 1:

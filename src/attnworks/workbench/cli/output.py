@@ -18,7 +18,6 @@ from rich.text import Text
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 UNKNOWN = "-"
-FORMS = {"dense": "", "varlen": "packed: ", "decode": "decode: "}
 SECONDS_BETWEEN_LINES = 10.0  # of progress that nobody watches
 WRAPPED_TEXT = 24  # characters to which a column of text may be narrowed
 

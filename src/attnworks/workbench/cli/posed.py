@@ -75,6 +75,14 @@ def posed_from(ctx: click.Context, default_seq: int) -> Posed:
     return Posed(posed, lengths, None) if name is None else _masked(posed, lengths, name)
 
 
+def titled(p: Problem) -> str:
+    """The problem over a table of bytes."""
+    form = {"dense": "", "varlen": "packed: ", "decode": "decode: "}[p.form]
+    sizes = f"heads {p.heads_q}/{p.heads_kv}, N {p.seq_q} x {p.seq_kv}, d {p.head_dim}/{p.head_dim_v}"
+    dtype = str(p.dtype).removeprefix("torch.")
+    return f"{form}batch {p.batch}, {sizes}, {dtype}, mask {masks.describe(p.mask)}"
+
+
 def _of_lengths(p: Problem, lengths: Lengths) -> tuple[Problem, Lengths]:
     if p.form == "decode":
         if any(seq_q != seq_kv for seq_q, seq_kv in lengths):

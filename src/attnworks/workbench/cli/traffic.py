@@ -15,7 +15,6 @@ from attnworks.traffic import SCHEDULES, Traffic, estimate, paper_tiles
 from attnworks.workbench import levels, schedules
 from attnworks.workbench.cli.levels import show
 from attnworks.workbench.cli.output import (
-    FORMS,
     console,
     in_bytes,
     in_rate,
@@ -26,7 +25,7 @@ from attnworks.workbench.cli.output import (
     print_table,
     table,
 )
-from attnworks.workbench.cli.posed import Posed, posed_from, posed_options
+from attnworks.workbench.cli.posed import Posed, posed_from, posed_options, titled
 from attnworks.workbench.cli.problems import machine_named, machine_option, problem_options
 
 DEFAULT_SEQ = 4096
@@ -137,10 +136,6 @@ def _flops_seconds(flops: int, problem: Problem, on: Hardware) -> float | None:
 
 def _print(problem: Problem, on: Hardware, bills: list[Traffic], notes: list[str]) -> None:
     p, standard = problem, bills[0]
-    shape = (
-        f"{FORMS[p.form]}batch {p.batch}, heads {p.heads_q}/{p.heads_kv}, N {p.seq_q} x {p.seq_kv}, d {p.head_dim}/{p.head_dim_v}, "
-        f"{p.to_json()['dtype']}, mask {p.to_json()['mask']}"
-    )
     columns = ("tiles", "all bytes", "take", "FLOPs", "take", "Q", "K, V", "out", "state", "S, P")
     made = table("schedule", *columns)
     for bill in bills:
@@ -155,7 +150,7 @@ def _print(problem: Problem, on: Hardware, bills: list[Traffic], notes: list[str
             in_seconds(bill.compute_seconds(on, p.dtype)),
             *(in_bytes(part) if part else "0" for part in parts),
         )
-    print_table(f"{shape}\non {on.name}", made)
+    print_table(f"{titled(p)}\non {on.name}", made)
     console().print()
     console().print(escape(_matrix_sentence(p, on, standard)))
     rate = on.flops_for(p.dtype)
