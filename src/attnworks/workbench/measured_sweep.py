@@ -26,7 +26,7 @@ from attnworks.hardware import Hardware, detect
 from attnworks.plan import Plan
 from attnworks.problem import Problem
 from attnworks.tuned import Row
-from attnworks.workbench import bench, tile_sweep, tune
+from attnworks.workbench import bench, counters, tile_sweep, tune
 from attnworks.workbench.bench import Protocol
 from attnworks.workbench.findings import newest_attempt
 from attnworks.workbench.history import History
@@ -80,6 +80,7 @@ class Standing:
             "error": self.record.check if self.record else None,
             "ratio": self.ratio.to_json() if self.ratio else None,
             "final": self.final,
+            "profile": self.record.profile if self.record else None,
         }
 
 
@@ -263,6 +264,17 @@ def sweep(
     times = {one.plan: one.record.seconds for one in standings if one.final and one.record}
     best, ratio, row = tune.decide(times, table, chosen, problem.device)
     return replace(result, best=best, ratio=ratio, row=row)
+
+
+def profiled(found: Found) -> Found:
+    """With what the device's profiler counted of those that met in the final, or notes why it did not."""
+    standings = [
+        replace(one, record=counters.with_profile(found.problem, one.record, Planned(one.plan)))
+        if one.final and one.record
+        else one
+        for one in found.standings
+    ]
+    return replace(found, standings=tuple(standings))
 
 
 def key_of(problem: Problem, backend: Backend, hardware: Hardware) -> str:
