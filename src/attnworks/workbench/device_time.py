@@ -101,6 +101,9 @@ def capturable(run: Run) -> bool:
         graphed(run)
     except RuntimeError:  # what of CUDA's errors it is depends on what the run did
         torch.cuda.set_stream(stream)  # which a capture that failed does not give back
+        # Nor does it tell the random numbers that it is over, which are refused from then on.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
         torch.cuda.synchronize()
         return False
     return True

@@ -7,7 +7,7 @@ typedef float Result;  // a part's, which merge.cuh puts together
 typedef unsigned short Result;
 #endif
 struct Place {
-  Result* out;          // of the thread's first row, at its columns; not with BULK_STORE
+  Result* out;          // of the thread's first row, at its columns; not where all is stored in bulk
   float* lse;           // of the thread's first row
   int left;             // rows of the sequence from that row on
 #if BULK_STORE
@@ -22,11 +22,16 @@ DEV Place place_of(const Params& p, const Work& w, int row, int lane) {
   return {part + 2 * (lane % 4), lse, w.rows - row};
 #else
   float* lse = p.lse ? p.lse + b * p.lse_batch + w.head * p.lse_head + at : nullptr;
-#if BULK_STORE
+#if BULK_STORE && !VARLEN
   return {nullptr, lse, w.rows - row, row - lane / 4, w.head, w.batch};
 #else
   unsigned short* out = (unsigned short*)p.out + b * p.out_batch + w.head * p.out_head + at * p.out_row;
-  return {out + 4 * (lane / 2 % 2) + 8 * (lane % 2), lse, w.rows - row};
+  out += 4 * (lane / 2 % 2) + 8 * (lane % 2);
+#if BULK_STORE
+  return {out, lse, w.rows - row, (int)at - lane / 4, w.head, 0};
+#else
+  return {out, lse, w.rows - row};
+#endif
 #endif
 #endif
 }
@@ -65,6 +70,7 @@ template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Par
     return pack(O[4 * i + 2 * r] * rows.scale[r], O[4 * i + 2 * r + 1] * rows.scale[r]);
   };
 #if BULK_STORE
+  if (!VARLEN || to.left + lane / 4 >= 16) {
   if (lane == 0) tma_store_wait();  // what this warp laid there before has been read
   __syncwarp();
   // Of 16 columns four matrices: lane l points to row l % 16 of them, in the left or the right eight.
@@ -81,7 +87,10 @@ template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Par
       tma_store(map, stage + c * STAGE_CHUNK, 64 * c, to.row, to.head, to.batch);
     tma_store_commit();
   }
-#else  // two lanes give each other two columns, so that each has four of the same eight: 8 bytes, 32 in a row
+  return;
+  }
+#endif
+#if !BULK_STORE || VARLEN // two lanes give each other two columns, so that each has four of the same eight: 8 bytes, 32 in a row
   const bool odd = lane & 1;
 #pragma unroll
   for (int i = 0; i < N / 4; i += 2)

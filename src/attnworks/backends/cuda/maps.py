@@ -48,11 +48,12 @@ class Description(NamedTuple):
 def describe(p: Problem, plan: Plan, *, out: bool) -> tuple[Description, ...]:
     """Of q, k and v; and of the results of a dense problem, of which a warp stores its 16 rows at once."""
     if p.form == "varlen":
-        return (
+        found = (
             _dense(p, p.q_strides, p.head_dim, (p.total_q, p.heads_q, 1), 64),
             _packed(p, p.k_strides, p.head_dim, plan.tile_kv),
             _packed(p, p.v_strides, p.head_dim_v, plan.tile_kv),
         )
+        return (*found, _dense(p, p.result_strides()[0], p.head_dim_v, (p.total_q, p.heads_q, 1), 16)) if out else found
     keys = p.seq_kv, p.heads_kv, p.batch
     queries = p.seq_q, p.heads_q, p.batch
     found = (
@@ -105,26 +106,27 @@ def stride_reasons(p: Problem) -> list[str]:
 
 class Maps:
     """The maps of q, k and v, and of the results where they are described too, in memory of their own; ``places`` are
-    their addresses."""
+    their addresses, and that of a fourth which nothing reads where they are not."""
 
     def __init__(self, p: Problem, described: tuple[Description, ...]) -> None:
-        self._memory, self.places = _memory_of(len(described))
+        self._memory, self.places = _memory_of(len(NAMES))
         self._data_type = _DATA_TYPES[p.dtype]
         self._described = described
         self._addresses: tuple[int, ...] = ()
-        self._words: tuple[c_uint64, ...] = ()
+        self._words: memoryview | None = None  # of all maps, if each begins with its tensor's address
 
-    def point_to(self, *addresses: int) -> None:
-        """As many as there are maps. Raises ``DriverError``."""
-        if self._words:
-            for word, address in zip(self._words, addresses, strict=True):
-                word.value = address
+    def point_to(self, q: int, k: int, v: int, out: int) -> None:
+        """Raises ``DriverError``."""
+        addresses, words = (q, k, v, out), self._words
+        if words is not None:
+            words[0], words[16], words[32], words[48] = addresses  # each map's first
         elif addresses != self._addresses:
-            for number, address in enumerate(addresses):
+            for number, address in enumerate(addresses[: len(self._described)]):
                 status = self._encode(self.places[number], number, address)
                 driver().check(status, f"mapping {NAMES[number]}: {self._described[number]}")
-            if not self._addresses and all(self._begins_with_address(number) for number in range(len(addresses))):
-                self._words = tuple(c_uint64.from_address(place) for place in self.places)
+            if not self._addresses and all(map(self._begins_with_address, range(len(self._described)))):
+                own = (c_uint64 * (MAP_BYTES // 8 * len(NAMES))).from_address(self.places[0])
+                self._words = memoryview(own).cast("B").cast("Q")
             self._addresses = addresses
 
     def _begins_with_address(self, number: int) -> bool:

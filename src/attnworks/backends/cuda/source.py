@@ -110,7 +110,10 @@ class Variant:
     def bulk_store(self) -> bool:
         """Whether results go through shared memory, from where the copy engine takes whole rows: where there is room,
         and no row after the last that must stay as it is."""
-        return not (self.varlen or self.split) and self._tile_bytes + self._out_bytes <= SHARED_LIMIT
+        return (
+            not (self.split or (self.varlen and self.groups == 3))
+            and self._tile_bytes + self._out_bytes <= SHARED_LIMIT
+        )
 
     @property
     def _tile_bytes(self) -> int:
