@@ -184,7 +184,7 @@ def profile(problem: Problem) -> Profile:
     with torch.no_grad():
         run()
         activities = [torch.profiler.ProfilerActivity.CUDA if gpu else torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities) as seen:
+        with torch.profiler.profile(activities=activities, acc_events=True) as seen:
             run()
             if gpu:
                 torch.cuda.synchronize(problem.device)
