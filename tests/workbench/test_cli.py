@@ -16,9 +16,10 @@ from click.testing import CliRunner, Result
 import attnworks
 from attnworks import dispatch
 from attnworks.hardware import detect
-from attnworks.workbench import ceilings
+from attnworks.workbench import catalogue, ceilings, records
 from attnworks.workbench.cli import COMMANDS, main, output
 from attnworks.workbench.providers import Provider, Sdpa
+from record_helpers import RECORD
 
 TINY = ("--seq", "24", "--heads", "2", "--runs", "5", "--budget", "0", "--threads", "1")
 
@@ -111,7 +112,14 @@ def test_cases_are_problems_too() -> None:
         (("explain", "--case", "no such case"), "no such case"),
         (("explain", "--case", "decode"), "must name one"),
         (("explain", "--backend", "gpu"), "backend"),
-        (("traffic", "--machine", "abacus"), "abacus"),
+        (("traffic", "--machine", "abacus"), "must be cpu or one of"),
+        (("flow", "--out", "no/such/folder/page.html"), "page.html: No such file or directory"),
+        (("bench", "--budget", "-1"), "--budget"),
+        (("bench", "--save", "no/such/folder/runs.jsonl"), "runs.jsonl: No such file or directory"),
+        (("bench", "--db", f"{__file__}/such.db"), "such.db"),
+        (("casestudy", "--on", "textbook"), "must be a GPU whose file states"),
+        (("compare", "sdpa", "attnworks", "--db", "no.db"), "no.db does not exist"),
+        (("traffic", "--mask", "nowhere.py:MINE"), "FILE.py:NAME"),
         (("bench", "--providers", "fastest"), "fastest"),
         (("fly",), "fly"),
     ],
@@ -244,6 +252,9 @@ def test_bench_prints_its_numbers_where_no_history_can_be_kept(tmp_path: Path, m
     assert result.exit_code == 0
     assert "not kept in the history" in result.stderr
     assert "torch SDPA" in result.stdout
+    from attnworks.workbench.cli import bench as module
+
+    monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured before the file was tried"))
     assert run("bench", *TINY, "--db", str(blocked / "history.db")).exit_code == 1
 
 
@@ -294,6 +305,42 @@ def test_a_table_too_wide_for_the_terminal_comes_in_parts(width: int, monkeypatc
         assert row.startswith("one kernel")
         end = header.index(f"column {n}") + len(f"column {n}")
         assert row[:end].endswith(f"value {n}")
+
+
+def test_an_empty_history_says_where_runs_come_from(tmp_path: Path) -> None:
+    none, some = tmp_path / "none.db", tmp_path / "some.db"
+    assert "none.db does not exist" in " ".join(run("history", "--db", str(none)).stdout.split())
+    assert not none.exists(), "reading makes no file"
+    run("history", "--db", str(some), "--import", str(_records(tmp_path)))
+    said = " ".join(run("history", "--db", str(some), "seq_q=77").stdout.split())
+    assert said.startswith("no runs of 'seq_q=77' in") and "id time" not in said
+    nothing = run("regress", "--db", str(none), "--json")
+    assert nothing.exit_code == 2 and "has no records" in json.loads(nothing.stdout)["nothing_to_compare"]
+
+
+def _records(folder: Path) -> Path:
+    lines = folder / "runs.jsonl"
+    records.save(lines, [RECORD])
+    return lines
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    lines = _records(tmp_path)
+    for wrong, words in (("{", "Expecting"), ("[1]", "was list, must be an object"), ('{"schema": 1}', "lacked")):
+        (tmp_path / "more.jsonl").write_text(lines.read_text() + "\n" + wrong + "\n")
+        result = run("history", "--db", str(tmp_path / "h.db"), "--import", str(tmp_path / "more.jsonl"))
+        assert result.exit_code == 1 and "more.jsonl, line 3: is no record" in result.stderr and words in result.stderr
+
+
+def test_cases_bring_their_masks_and_lengths() -> None:
+    prefix = json.loads(run("traffic", "--case", "predicate: prefix", "--schedule", "q_outer", "--json").stdout)
+    assert prefix["problem"]["mask"].startswith("predicate")
+    assert prefix["schedules"][0]["flops"] == 2 * 2 * 20 * 20 * (64 + 64), "one tile, seen in part"
+    packed = run("traffic", "--case", "varlen unequal", "--schedule", "q_outer", "--json")
+    told = json.loads(packed.stdout)
+    case = catalogue.BY_NAME["varlen unequal"]
+    assert told["problem"]["batch"] == len(case.lengths)
+    assert told["schedules"][0]["held_bytes"] and told["problem"]["seq_kv"] == max(keys for _, keys in case.lengths)
 
 
 def test_progress_that_nobody_watches_is_a_line_now_and_then(

@@ -231,7 +231,9 @@ def test_compare_prints_forms_and_changes(history: History) -> None:
         assert words in result.stdout
     found = json.loads(invoke(history, "compare", "1", "3", "--json").stdout)
     assert found["comparisons"][0]["ratio"]["verdict"] == "slower"
-    assert "no records of '77'" in invoke(history, "compare", "1", "77").output
+    assert "plain times: " in " ".join(invoke(history, "compare", "1", "3", "--control", "nobody").stdout.split())
+    assert "plain times: " not in result.stdout
+    assert "no runs of '77'" in invoke(history, "compare", "1", "77").output
 
 
 def test_two_ids(history: History) -> None:

@@ -134,9 +134,11 @@ def test_keys_of_the_backward_are_loaded_once_where_any_head_of_a_group_sees_the
 
 
 def test_walk_and_count_are_the_same_bytes_where_heads_share_a_map():
+    apart = tuple(replace(one, together=False) for one in papers.SPLIT_KV.passes)
+    shared_out = replace(papers.SPLIT_KV, passes=apart, split_kv=2 * TILE_KV)
     for name in ("document", "prefix"):
         p, maps = asked(name)
-        for known in (papers.FORWARD, papers.BACKWARD):
+        for known in (papers.FORWARD, papers.BACKWARD, {"split_kv": shared_out}):
             for schedule in (one.with_tiles(TILE_Q, TILE_KV) for one in known.values()):
                 walked = sum(
                     move.bytes * heads
@@ -155,6 +157,9 @@ def test_backends_read_a_mask_in_part_seen_tiles_alone_and_an_entry_of_the_map_f
     assert (int(grid.seen.sum()), int(grid.whole.sum())) == (10, 6)
     triton = moved(p, schedules.of_plan(p, Plan("triton", "q_outer", 16, 16)), maps)
     assert triton["mask 0"] == 8 * 4 * 16 * 16 and triton["tile map"] == 8 * 10 * 4
+    steps = list(loops.walk(p, schedules.of_plan(p, Plan("triton", "q_outer", 16, 16)), maps=maps))
+    reads = [move.bytes for step in steps for move in step.moves if move.array == "mask 0"]
+    assert reads == [16 * 16] * 4 and sum(step.kind == "visit" for step in steps) == 10
     cuda = moved(p, schedules.of_plan(p, Plan("cuda", "q_outer", 16, 16)), maps)
     assert cuda["mask bits"] == 8 * 4 * 16 * 16 and "mask 0" not in cuda  # four words for each of 16 rows
     unknown = moved(p, schedules.of_plan(p, Plan("triton", "q_outer", 16, 16)), None)

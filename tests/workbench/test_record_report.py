@@ -159,7 +159,11 @@ def test_the_command_takes_the_history_or_files(tmp_path):
     ran = CliRunner().invoke(main, ["report", "--records", str(lines), "--out", str(out)])
     assert ran.exit_code == 0 and "5 runs" in ran.output and 'id="sweeps"' in out.read_text()
     ran = CliRunner().invoke(main, ["report", "--db", str(tmp_path / "none.db")])
-    assert ran.exit_code == 2 and "there are no such runs" in ran.output
+    assert ran.exit_code == 1 and "none.db does not exist" in ran.output
+    ran = CliRunner().invoke(main, ["report", "--db", str(db), "provider=nobody"])
+    assert ran.exit_code == 1 and "no runs of 'provider=nobody'" in ran.output
+    ran = CliRunner().invoke(main, ["report", "--db", str(db), "--out", str(tmp_path / "nowhere" / "page.html")])
+    assert ran.exit_code == 1 and "nowhere/page.html: No such file or directory" in ran.output
 
 
 def test_it_opens_in_chromium_without_a_word_on_the_console(tmp_path):

@@ -155,10 +155,9 @@ FEATURES = (
 
 
 def report(problem: Problem, machine: Hardware) -> Porting:
-    """What running ``problem`` on ``machine`` asks for. Raises ``ValueError`` for a machine that is no GPU, or whose
-    file states no shared memory of a program."""
-    if machine.kind != "gpu" or not machine.block_bytes or not machine.on_chip_bytes:
-        raise ValueError(f"machine: was {machine.name}, must be a GPU whose file states block_bytes and on_chip_bytes")
+    """What running ``problem`` on ``machine`` asks for. Raises ``ValueError`` as ``check`` does."""
+    check(machine)
+    assert machine.block_bytes and machine.on_chip_bytes
     tried = candidates(problem, stages=(1,) if _before(machine, 8.0) or machine.arch else (2, 3))
     fitting: list[Candidate] = []
     rejected: dict[str, int] = {}
@@ -177,6 +176,12 @@ def report(problem: Problem, machine: Hardware) -> Porting:
     found = (*_fit(problem, machine), *_layout(problem, machine), *_pipeline(machine), *_rates(problem, machine))
     return Porting(machine, found, tuple(first.values())[:FIRST], rejected, len(tried),
                    predict(problem, Plan("reference", "standard"), machine))  # fmt: skip
+
+
+def check(machine: Hardware) -> None:
+    """Raises ``ValueError`` for a machine that is no GPU, or whose file states no shared memory of a program."""
+    if machine.kind != "gpu" or not machine.block_bytes or not machine.on_chip_bytes:
+        raise ValueError(f"machine: was {machine.name}, must be a GPU whose file states block_bytes and on_chip_bytes")
 
 
 def candidates(problem: Problem, stages: Sequence[int]) -> list[Plan]:

@@ -403,6 +403,9 @@ def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     def draw(piece: Tensor, seed: int) -> None:
         piece.copy_(torch.randn(piece.shape, generator=torch.Generator().manual_seed(seed)))
 
+    if len(pieces) == 1:  # small inputs, of calls that new threads could disturb
+        draw(pieces[0], seeds[0])
+        return made
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(draw, pieces, seeds))
     return made

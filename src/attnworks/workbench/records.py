@@ -138,6 +138,16 @@ def save(path: Path, records: Iterable[Record]) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """The records of a file that ``save`` wrote."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [Record.from_json(json.loads(line)) for line in lines if line.strip()]
+    """The records of a file that ``save`` wrote. Raises ``ValueError`` naming the first line that is none."""
+    lines = enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+    return [_from_line(path, number, line) for number, line in lines if line.strip()]
+
+
+def _from_line(path: Path, number: int, line: str) -> Record:
+    try:
+        values = json.loads(line)
+        if not isinstance(values, dict):
+            raise ValueError(f"record: was {type(values).__name__}, must be an object")
+        return Record.from_json(values)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: is no record of `bench --save` ({error})") from error

@@ -39,6 +39,10 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except (ValueError, UnsupportedError, NotVerifiedError) as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:
+            if error.filename is None:  # not about a file: a closed pipe is click's own to handle
+                raise
+            raise click.ClickException(f"{error.filename}: {error.strerror}") from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})

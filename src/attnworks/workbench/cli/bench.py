@@ -28,8 +28,8 @@ from attnworks.workbench.cli.output import (
     progress,
     table,
 )
-from attnworks.workbench.cli.problems import given, problem_from, problem_options
-from attnworks.workbench.cli.stored import db_option, keep
+from attnworks.workbench.cli.problems import TIME, given, problem_from, problem_options
+from attnworks.workbench.cli.stored import db_option, keep, ready
 from attnworks.workbench.conventions import BY_NAME
 from attnworks.workbench.foreign import Foreign, verify_first
 from attnworks.workbench.providers import NAMES, Provider, by_name, describe, label
@@ -57,7 +57,13 @@ QUICK_SECONDS = 3.0
     show_default=True,
     help="Where ratios are not yet within 2 %.",
 )
-@click.option("--budget", type=float, default=30.0, show_default=True, help="Seconds for the timed runs of a problem.")
+@click.option(
+    "--budget",
+    type=TIME,
+    default=30.0,
+    show_default=True,
+    help="Seconds for the timed runs of a problem.",
+)
 @click.option("--quick", is_flag=True, help=f"{QUICK_SECONDS:g} seconds for a problem instead.")
 @click.option("--seed", type=int, help="Of inputs and order.  [default: a new one each time]")
 @click.option("--convention", type=click.Choice(list(BY_NAME)), help="How a TARGET is called.  [default: by its names]")
@@ -91,6 +97,10 @@ def bench(
     usual = DEFAULT_PROVIDERS if place == "cpu" else GPU_PROVIDERS
     names = usual if providers is None else tuple(name.strip() for name in providers.split(","))
     asked = [*(Foreign(target, convention) for target in targets), *map(by_name, names)]
+    if not no_history:
+        ready(db)
+    if save:
+        save.open("a").close()  # before anything is measured
     chosen, wrong = _verified(asked, place, no_verify)
     results = []
     for problem in _problems(ctx, place):

@@ -15,7 +15,7 @@ from attnworks.hardware import detect
 from attnworks.masks import Causal
 from attnworks.problem import Problem
 from attnworks.workbench import casestudy as study
-from attnworks.workbench import environment
+from attnworks.workbench import environment, porting
 from attnworks.workbench.cli.output import (
     UNKNOWN,
     console,
@@ -29,8 +29,8 @@ from attnworks.workbench.cli.output import (
     progress,
     table,
 )
-from attnworks.workbench.cli.problems import DTYPES, Numbers
-from attnworks.workbench.cli.stored import db_option, keep, problem_in_words
+from attnworks.workbench.cli.problems import DTYPES, TIME, Numbers
+from attnworks.workbench.cli.stored import db_option, keep, problem_in_words, ready
 from attnworks.workbench.providers import describe
 
 
@@ -58,7 +58,13 @@ SIZE = click.IntRange(min=1)
 @click.option(
     "--on", "cards", default="t4", show_default=True, help="Cards to predict for, between commas; '' for none."
 )
-@click.option("--budget", type=float, default=0.5, show_default=True, help="Minutes for the timed runs of a length.")
+@click.option(
+    "--budget",
+    type=TIME,
+    default=0.5,
+    show_default=True,
+    help="Minutes for the timed runs of a length.",
+)
 @db_option
 @json_option
 def casestudy(
@@ -73,6 +79,9 @@ def casestudy(
     place = environment.place(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     usual = ON_CPU if place == "cpu" else FULL
     machines = [hardware.load(name.strip()) for name in cards.split(",") if name.strip()]
+    for machine in machines:
+        porting.check(machine)
+    ready(db)
     protocol = replace(study.PROTOCOL, budget_seconds=60 * budget)
     found = []
     for n in lengths or usual.lengths:

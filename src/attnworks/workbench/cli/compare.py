@@ -8,7 +8,7 @@ import click
 from rich.markup import escape
 
 from attnworks.workbench.cli.output import console, in_seconds, json_option, print_json, print_notes, print_table, table
-from attnworks.workbench.cli.stored import db_option, problem_in_words
+from attnworks.workbench.cli.stored import db_option, nothing, problem_in_words
 from attnworks.workbench.comparison import Compared, Comparison
 from attnworks.workbench.comparison import compare as run
 from attnworks.workbench.history import History, selection
@@ -34,17 +34,18 @@ def compare(a: str, b: str, control: str | None, db: Path | None, as_json: bool)
     before, after = (history.records(**selection(text)) for text in (a, b))
     for text, side in ((a, before), (b, after)):
         if not side:
-            raise click.ClickException(f"{history.path} has no records of {text!r}")
+            raise click.ClickException(nothing(history, text))
     found = run(history, before, after, control)
     if as_json:
         print_json(found.to_json())
     else:
-        print_compared(found)
+        print_compared(found, control)
     if not found.comparisons:
         raise click.ClickException("; ".join(found.unmatched))
 
 
-def print_compared(found: Compared) -> None:
+def print_compared(found: Compared, control: str | None) -> None:
+    """``control``: the one that was asked for."""
     columns = ("A", "B", "B is as fast (99 %)", "error of A", "of B", "B/A", "runs")
     made = table("kernel", "problem", *columns, text_columns=2)
     for comparison in found.comparisons:
@@ -52,6 +53,10 @@ def print_compared(found: Compared) -> None:
     if found.comparisons:
         print_table("A against B", made)
         print_notes(_notes(found))
+        if control and not any(one.control for one in found.comparisons):
+            print_notes(
+                [f"plain times: not every session has {control!r} beside the others, or both sides share rounds"]
+            )
     for lost in found.lost:
         console().print(f"B has no {lost}: failed, or refused", style="bold red", markup=False)
     print_notes([f"not compared: {reason}" for reason in found.unmatched])

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from attnworks.workbench import records
 from attnworks.workbench.cli.output import in_seconds, json_option, print_json, print_notes, print_table, table
-from attnworks.workbench.cli.stored import db_option, plan_in_words, problem_in_words
+from attnworks.workbench.cli.stored import db_option, nothing, plan_in_words, problem_in_words
 from attnworks.workbench.history import History, selection
 from attnworks.workbench.providers import label
 from attnworks.workbench.records import Record
@@ -42,6 +42,9 @@ def history(selected: str | None, newest: int, imported: tuple[Path, ...], db: P
     found = kept.records(newest=newest, **selection(selected) if selected else {})
     if as_json:
         print_json({"path": str(kept.path), "records": {id_: record.to_json() for id_, record in found.items()}})
+        return
+    if not found:
+        print_notes([nothing(kept, selected)])
         return
     columns = ("time", "commit", "kernel", "problem", "plan", "machine")
     made = table("id", *columns, "median", "P90", "error", text_columns=1 + len(columns))

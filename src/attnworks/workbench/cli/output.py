@@ -147,7 +147,7 @@ def in_rate(rate: float | None, unit: str) -> str:
     """A rate or count with a decimal prefix, as hardware is described: "2 TB/s", "8.6 GFLOP"."""
     if rate is None:
         return UNKNOWN
-    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if rate >= scale:
             return f"{rate / scale:.3g} {prefix}{unit}"
     return f"{rate:.3g} {unit}"

@@ -12,7 +12,7 @@ from attnworks.masks import DenseMask
 from attnworks.problem import Problem, Sizes
 from attnworks.traffic import Lengths
 from attnworks.workbench import schedules
-from attnworks.workbench.cli.problems import Command, given, problem_from
+from attnworks.workbench.cli.problems import Command, given, named_case, problem_from
 from attnworks.workbench.grid import Maps, maps_of
 
 
@@ -67,12 +67,25 @@ def posed_from(ctx: click.Context, default_seq: int) -> Posed:
     written = set(given(ctx))
     if "case" in written and (lengths or name):
         raise click.UsageError("--case names the whole problem: --lengths and --mask cannot be given beside it")
+    if "case" in written:
+        return _of_case(ctx)
     if lengths and written & {"batch", "seq_kv", *(() if ctx.params["decode"] else ("seq",))}:
         raise click.UsageError("--lengths names every sequence: --batch, --seq and --seq-kv cannot be given beside it")
     posed = problem_from(ctx, default_seq)
     if lengths:
         posed, lengths = _of_lengths(posed, lengths)
     return Posed(posed, lengths, None) if name is None else _masked(posed, lengths, name)
+
+
+def _of_case(ctx: click.Context) -> Posed:
+    """With the lengths and the mask of the case."""
+    found = named_case(ctx)
+    if isinstance(found, Problem):
+        return Posed(found, None, None)
+    inputs = found.build()
+    posed = replace(inputs.problem(), return_lse=False)
+    lengths = None if posed.form == "dense" else list(found.sequences)
+    return Posed(posed, lengths, maps_of(posed, masks.split(inputs.kwargs()["mask"])[1]))
 
 
 def titled(p: Problem) -> str:

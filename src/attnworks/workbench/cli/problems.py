@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import torch
@@ -14,6 +14,9 @@ from attnworks.hardware import Hardware
 from attnworks.masks import Causal, Window
 from attnworks.problem import Problem
 from attnworks.workbench.providers import describe
+
+if TYPE_CHECKING:
+    from attnworks.workbench.cases import Case
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -27,6 +30,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
+TIME = click.FloatRange(min=0)  # seconds or minutes that a command may take
 NAMES = (
     "batch",
     "heads",
@@ -117,6 +121,8 @@ def machine_named(name: str) -> Hardware:
     """The machine of that name, or this one's CPU. Raises ``ValueError`` for an unknown name."""
     from attnworks.workbench import ceilings
 
+    if name not in ("cpu", *hardware.machines()):
+        raise ValueError(f"--machine: was {name!r}, must be cpu or one of {', '.join(hardware.machines())}")
     return ceilings.measured_hardware(torch.get_num_threads()) if name == "cpu" else hardware.load(name)
 
 
@@ -155,6 +161,13 @@ def _mask(causal: bool, window: Window | None) -> Any:
 
 
 def _from_case(ctx: click.Context) -> Problem:
+    found = named_case(ctx)
+    return found if isinstance(found, Problem) else replace(found.build().problem(), return_lse=False)
+
+
+def named_case(ctx: click.Context) -> Problem | Case:
+    """What ``--case`` names: a real model's Problem, or a case of the catalogue. Raises ``click.UsageError`` for
+    options that do not go with it, ``ValueError`` for an unknown name."""
     from attnworks.workbench import catalogue, shapes  # hundreds of cases: only where one is asked for
 
     name, o, written = ctx.params["case"], ctx.params, set(given(ctx)) - {"case"}
@@ -169,4 +182,4 @@ def _from_case(ctx: click.Context) -> Problem:
     if len(found) > 1:
         listed = ", ".join(repr(case.name) for case in found[:5])
         raise click.UsageError(f"--case {name!r} names {len(found)} cases, must name one: {listed} …")
-    return replace(found[0].build().problem(), return_lse=False)
+    return found[0]

@@ -46,11 +46,13 @@ def regress(baseline: str | None, candidate: str | None, control: str, db: Path 
         found = comparison.regress(history, before, after, None if control == "none" else control)
     except comparison.NothingToCompareError as error:
         click.echo(f"nothing to compare: {error}", err=True)
+        if as_json:
+            print_json({"nothing_to_compare": str(error)})
         sys.exit(NOTHING)
     if as_json:
         print_json(found.to_json())
     else:
-        print_compared(found)
+        print_compared(found, None if control == "none" else control)
         _print_verdict(found)
     sys.exit(WORSE if found.worse else 0)
 

@@ -9,7 +9,7 @@ import click
 
 from attnworks.workbench import records
 from attnworks.workbench.cli.output import in_bytes, json_option, print_json
-from attnworks.workbench.cli.stored import db_option
+from attnworks.workbench.cli.stored import db_option, nothing
 from attnworks.workbench.findings import findings
 from attnworks.workbench.history import History, selection
 from attnworks.workbench.records import Record
@@ -38,9 +38,7 @@ def report(
 
     found = _records(given, selected, newest, db)
     if not found:
-        raise click.UsageError(
-            "there are no such runs: measure some (attnworks bench, sweep), or name --records or --db"
-        )
+        raise click.ClickException(nothing(History(db), selected) if not given else "no runs in the files of --records")
     shown = flow.read_text(encoding="utf-8") if flow else ""
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     try:

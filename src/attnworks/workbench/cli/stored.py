@@ -37,6 +37,21 @@ def keep(db: Path | None, records: Sequence[Record]) -> None:
         click.echo(f"not kept in the history: {error}", err=True)
 
 
+def ready(db: Path | None) -> None:
+    """Before anything is measured: raises ``HistoryError`` where a named file cannot keep it."""
+    if db is not None:
+        History(db).add(())
+
+
+def nothing(kept: History, selected: str | None) -> str:
+    """Why there are no runs, and where they come from."""
+    if not kept.path.exists():
+        return f"no runs: {kept.path} does not exist. `attnworks bench` measures some and keeps them."
+    if selected:
+        return f"no runs of {selected!r} in {kept.path}"
+    return f"no runs in {kept.path}. `attnworks bench` measures some and keeps them."
+
+
 def problem_in_words(problem: dict[str, Any]) -> str:
     """The sizes that tell problems apart, e.g. "dense 1x8/2x1024x1024x64 float32 causal"."""
     p = problem

@@ -28,7 +28,7 @@ from attnworks.workbench.cli.output import (
     progress,
     table,
 )
-from attnworks.workbench.cli.problems import Numbers, problem_from, problem_options
+from attnworks.workbench.cli.problems import TIME, Numbers, problem_from, problem_options
 from attnworks.workbench.cli.stored import db_option, problem_in_words
 from attnworks.workbench.history import History
 from attnworks.workbench.measured_sweep import Found, Grid
@@ -56,7 +56,7 @@ SIZES = ("tile_q", "tile_kv", "warps", "stages")
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: cuda where there is one]")
 @click.option("--backend", default="auto", show_default=True, help="Whose tiles: cpu, triton or cuda.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of the CPU.  [default: torch's]")
-@click.option("--budget", type=float, default=2.0, show_default=True, help="Minutes; run again to go on.")
+@click.option("--budget", type=TIME, default=2.0, show_default=True, help="Minutes; run again to go on.")
 @click.option("--again", is_flag=True, help="Measure anew what an earlier sweep measured.")
 @click.option(
     "--profile",
