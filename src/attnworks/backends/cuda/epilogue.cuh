@@ -1,6 +1,6 @@
 // Results to device memory. Where shared memory has room (BULK_STORE), a warp lays its 16 rows there and the copy engine
-// takes them away, which leaves out what is past the sequence's last row. Packed sequences have another one's first row
-// there; their results, and those of the widest heads, go straight from registers.
+// takes them away, which leaves out what is past a tensor's last row. The last rows of a packed sequence have another's
+// first behind them: those, and the results of the widest heads, go straight from registers.
 #if SPLIT
 typedef float Result;  // a part's, which merge.cuh puts together
 #else
@@ -70,27 +70,27 @@ template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Par
     return pack(O[4 * i + 2 * r] * rows.scale[r], O[4 * i + 2 * r + 1] * rows.scale[r]);
   };
 #if BULK_STORE
-  if (!VARLEN || to.left + lane / 4 >= 16) {
-  if (lane == 0) tma_store_wait();  // what this warp laid there before has been read
-  __syncwarp();
-  // Of 16 columns four matrices: lane l points to row l % 16 of them, in the left or the right eight.
-  const u32 at = stage + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
+  if (!VARLEN || to.left + lane / 4 >= 16) {  // all of the warp's rows are the sequence's
+    if (lane == 0) tma_store_wait();          // what this warp laid there before has been read
+    __syncwarp();
+    // Of 16 columns four matrices: lane l points to row l % 16 of them, in the left or the right eight.
+    const u32 at = stage + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
 #pragma unroll
-  for (int i = 0; i < N / 4; i += 2)
-    shared_store_matrices((at + i / 8 * STAGE_CHUNK) ^ (i % 8 << 4), rounded(i, 0), rounded(i, 1), rounded(i + 1, 0),
-                          rounded(i + 1, 1));
-  tma_store_fence();
-  __syncwarp();  // all of the warp's writes are visible to the copy engine
-  if (lane == 0) {
+    for (int i = 0; i < N / 4; i += 2)
+      shared_store_matrices((at + i / 8 * STAGE_CHUNK) ^ (i % 8 << 4), rounded(i, 0), rounded(i, 1), rounded(i + 1, 0),
+                            rounded(i + 1, 1));
+    tma_store_fence();
+    __syncwarp();  // all of the warp's writes are visible to the copy engine
+    if (lane == 0) {
 #pragma unroll
-    for (int c = 0; c < (HEAD_DIM_V + 63) / 64; c++)
-      tma_store(map, stage + c * STAGE_CHUNK, 64 * c, to.row, to.head, to.batch);
-    tma_store_commit();
-  }
-  return;
+      for (int c = 0; c < (HEAD_DIM_V + 63) / 64; c++)
+        tma_store(map, stage + c * STAGE_CHUNK, 64 * c, to.row, to.head, to.batch);
+      tma_store_commit();
+    }
+    return;
   }
 #endif
-#if !BULK_STORE || VARLEN // two lanes give each other two columns, so that each has four of the same eight: 8 bytes, 32 in a row
+#if !BULK_STORE || VARLEN  // two lanes give each other two columns, so that each has four of the same eight: 8 bytes, 32 in a row
   const bool odd = lane & 1;
 #pragma unroll
   for (int i = 0; i < N / 4; i += 2)

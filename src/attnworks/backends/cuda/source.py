@@ -108,12 +108,10 @@ class Variant:
 
     @property
     def bulk_store(self) -> bool:
-        """Whether results go through shared memory, from where the copy engine takes whole rows: where there is room,
-        and no row after the last that must stay as it is."""
-        return (
-            not (self.split or (self.varlen and self.groups == 3))
-            and self._tile_bytes + self._out_bytes <= SHARED_LIMIT
-        )
+        """Whether results go through shared memory, from where the copy engine takes whole rows: where there is room.
+        Three groups' threads have no registers left for both this and what the ends of packed sequences need."""
+        fits = self._tile_bytes + self._out_bytes <= SHARED_LIMIT
+        return fits and not (self.split or (self.varlen and self.groups == 3))
 
     @property
     def _tile_bytes(self) -> int:
