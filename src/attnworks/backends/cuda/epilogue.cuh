@@ -1,13 +1,13 @@
 // Results to device memory. Where shared memory has room (BULK_STORE), a warp lays its 16 rows there and the copy engine
-// takes them away, which leaves out what is past a tensor's last row. The last rows of a packed sequence have another's
-// first behind them: those, and the results of the widest heads, go straight from registers.
+// takes them away, which leaves out what is past the sequence's last row. Packed sequences have another one's first row
+// there; their results, and those of the widest heads, go straight from registers.
 #if SPLIT
 typedef float Result;  // a part's, which merge.cuh puts together
 #else
 typedef unsigned short Result;
 #endif
 struct Place {
-  Result* out;          // of the thread's first row, at its columns; not where all is stored in bulk
+  Result* out;          // of the thread's first row, at its columns; not with BULK_STORE
   float* lse;           // of the thread's first row
   int left;             // rows of the sequence from that row on
 #if BULK_STORE
@@ -22,16 +22,11 @@ DEV Place place_of(const Params& p, const Work& w, int row, int lane) {
   return {part + 2 * (lane % 4), lse, w.rows - row};
 #else
   float* lse = p.lse ? p.lse + b * p.lse_batch + w.head * p.lse_head + at : nullptr;
-#if BULK_STORE && !VARLEN
+#if BULK_STORE
   return {nullptr, lse, w.rows - row, row - lane / 4, w.head, w.batch};
 #else
   unsigned short* out = (unsigned short*)p.out + b * p.out_batch + w.head * p.out_head + at * p.out_row;
-  out += 4 * (lane / 2 % 2) + 8 * (lane % 2);
-#if BULK_STORE
-  return {out, lse, w.rows - row, (int)at - lane / 4, w.head, 0};
-#else
-  return {out, lse, w.rows - row};
-#endif
+  return {out + 4 * (lane / 2 % 2) + 8 * (lane % 2), lse, w.rows - row};
 #endif
 #endif
 }
@@ -70,27 +65,23 @@ template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Par
     return pack(O[4 * i + 2 * r] * rows.scale[r], O[4 * i + 2 * r + 1] * rows.scale[r]);
   };
 #if BULK_STORE
-  if (!VARLEN || to.left + lane / 4 >= 16) {  // all of the warp's rows are the sequence's
-    if (lane == 0) tma_store_wait();          // what this warp laid there before has been read
-    __syncwarp();
-    // Of 16 columns four matrices: lane l points to row l % 16 of them, in the left or the right eight.
-    const u32 at = stage + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
+  if (lane == 0) tma_store_wait();  // what this warp laid there before has been read
+  __syncwarp();
+  // Of 16 columns four matrices: lane l points to row l % 16 of them, in the left or the right eight.
+  const u32 at = stage + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
 #pragma unroll
-    for (int i = 0; i < N / 4; i += 2)
-      shared_store_matrices((at + i / 8 * STAGE_CHUNK) ^ (i % 8 << 4), rounded(i, 0), rounded(i, 1), rounded(i + 1, 0),
-                            rounded(i + 1, 1));
-    tma_store_fence();
-    __syncwarp();  // all of the warp's writes are visible to the copy engine
-    if (lane == 0) {
+  for (int i = 0; i < N / 4; i += 2)
+    shared_store_matrices((at + i / 8 * STAGE_CHUNK) ^ (i % 8 << 4), rounded(i, 0), rounded(i, 1), rounded(i + 1, 0),
+                          rounded(i + 1, 1));
+  tma_store_fence();
+  __syncwarp();  // all of the warp's writes are visible to the copy engine
+  if (lane == 0) {
 #pragma unroll
-      for (int c = 0; c < (HEAD_DIM_V + 63) / 64; c++)
-        tma_store(map, stage + c * STAGE_CHUNK, 64 * c, to.row, to.head, to.batch);
-      tma_store_commit();
-    }
-    return;
+    for (int c = 0; c < (HEAD_DIM_V + 63) / 64; c++)
+      tma_store(map, stage + c * STAGE_CHUNK, 64 * c, to.row, to.head, to.batch);
+    tma_store_commit();
   }
-#endif
-#if !BULK_STORE || VARLEN  // two lanes give each other two columns, so that each has four of the same eight: 8 bytes, 32 in a row
+#else  // two lanes give each other two columns, so that each has four of the same eight: 8 bytes, 32 in a row
   const bool odd = lane & 1;
 #pragma unroll
   for (int i = 0; i < N / 4; i += 2)

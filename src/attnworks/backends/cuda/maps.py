@@ -48,12 +48,11 @@ class Description(NamedTuple):
 def describe(p: Problem, plan: Plan, *, out: bool) -> tuple[Description, ...]:
     """Of q, k and v; and of the results of a dense problem, of which a warp stores its 16 rows at once."""
     if p.form == "varlen":
-        found = (
+        return (
             _dense(p, p.q_strides, p.head_dim, (p.total_q, p.heads_q, 1), 64),
             _packed(p, p.k_strides, p.head_dim, plan.tile_kv),
             _packed(p, p.v_strides, p.head_dim_v, plan.tile_kv),
         )
-        return (*found, _dense(p, p.result_strides()[0], p.head_dim_v, (p.total_q, p.heads_q, 1), 16)) if out else found
     keys = p.seq_kv, p.heads_kv, p.batch
     queries = p.seq_q, p.heads_q, p.batch
     found = (

@@ -108,10 +108,11 @@ class Variant:
 
     @property
     def bulk_store(self) -> bool:
-        """Whether results go through shared memory, from where the copy engine takes whole rows: where there is room.
-        Three groups' threads have no registers left for both this and what the ends of packed sequences need."""
+        """Whether results go through shared memory, from where the copy engine takes whole rows: where there is room,
+        and no row after the last that must stay as it is. (Packed sequences with this for their whole warps and the
+        other for the rest lost more than a tenth: H200, 2026-11-30.)"""
         fits = self._tile_bytes + self._out_bytes <= SHARED_LIMIT
-        return fits and not (self.split or (self.varlen and self.groups == 3))
+        return fits and not (self.varlen or self.split)
 
     @property
     def _tile_bytes(self) -> int:
