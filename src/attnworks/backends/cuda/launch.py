@@ -142,8 +142,10 @@ class Forward:
         # Of packed sequences the lengths, and so the tiles, are known on the device only.
         self._grid = units if built.varlen else min(units, tiles_of(p, plan) * split.parts(p, plan))
         self._maps, self._params = Maps(p, describe(p, plan, out=built.bulk_store)), params_of(p, plan)
-        q, k, v, mapped = self._maps.places  # of which the last is an argument where it is described
-        self._arguments = (c_void_p * 5)(q, k, v, ctypes.addressof(self._params), mapped)
+        self._mapped = len(self._maps.places)
+        q, k, v, *mapped = self._maps.places
+        arguments = q, k, v, ctypes.addressof(self._params), *mapped
+        self._arguments = (c_void_p * len(arguments))(*arguments)
         self._config = LaunchConfig(self._grid, 1, 1, built.threads, 1, 1, built.shared_bytes)
         places = ctypes.addressof(self._config), self._function, ctypes.addressof(self._arguments), None
         self._launch = partial(driver().launch, *places)
@@ -172,8 +174,9 @@ class Forward:
         into, into_lse = (out, lse) if merge is None else merge.empty(device)
         params = self._params
         with self._lock:
-            params.out = address = into.data_ptr()
-            self._maps.point_to(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), address)
+            addresses = o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), into.data_ptr()
+            params.out = addresses[3]
+            self._maps.point_to(*addresses[: self._mapped])
             if into_lse is not None:
                 params.lse = into_lse.data_ptr()
             if self._counters is not None:

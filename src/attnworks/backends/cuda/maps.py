@@ -105,27 +105,26 @@ def stride_reasons(p: Problem) -> list[str]:
 
 class Maps:
     """The maps of q, k and v, and of the results where they are described too, in memory of their own; ``places`` are
-    their addresses, and that of a fourth which nothing reads where they are not."""
+    their addresses."""
 
     def __init__(self, p: Problem, described: tuple[Description, ...]) -> None:
-        self._memory, self.places = _memory_of(len(NAMES))
+        self._memory, self.places = _memory_of(len(described))
         self._data_type = _DATA_TYPES[p.dtype]
         self._described = described
         self._addresses: tuple[int, ...] = ()
-        self._words: memoryview | None = None  # of all maps, if each begins with its tensor's address
+        self._words: tuple[c_uint64, ...] = ()
 
-    def point_to(self, q: int, k: int, v: int, out: int) -> None:
-        """Raises ``DriverError``."""
-        addresses, words = (q, k, v, out), self._words
-        if words is not None:
-            words[0], words[16], words[32], words[48] = addresses  # each map's first
+    def point_to(self, *addresses: int) -> None:
+        """As many as there are maps. Raises ``DriverError``."""
+        if self._words:
+            for word, address in zip(self._words, addresses, strict=True):
+                word.value = address
         elif addresses != self._addresses:
-            for number, address in enumerate(addresses[: len(self._described)]):
+            for number, address in enumerate(addresses):
                 status = self._encode(self.places[number], number, address)
                 driver().check(status, f"mapping {NAMES[number]}: {self._described[number]}")
-            if not self._addresses and all(map(self._begins_with_address, range(len(self._described)))):
-                own = (c_uint64 * (MAP_BYTES // 8 * len(NAMES))).from_address(self.places[0])
-                self._words = memoryview(own).cast("B").cast("Q")
+            if not self._addresses and all(self._begins_with_address(number) for number in range(len(addresses))):
+                self._words = tuple(c_uint64.from_address(place) for place in self.places)
             self._addresses = addresses
 
     def _begins_with_address(self, number: int) -> bool:
