@@ -304,7 +304,8 @@ BY_NAME = {case.name: case for case in CASES}
 _QUICK_PATTERNS = (
     "hand: *",
     "stress: *, fp32",
-    "stress: few*",
+    "stress: few queries on 16k keys, fp16",
+    "stress: few grouped queries on 16k keys, bf16",
     "stress: rising maximum, *",
     "stress: large scores, bf16",
     "size: [17]",
