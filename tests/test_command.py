@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import attnworks_command
 import pytest
+
+import attnworks_command
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 

@@ -159,6 +159,8 @@ class Kernel:
                 raise Finding("; ".join(f"{what} out" for _, what in overruns))
         out, lse = adapters.read(result, call)
         _check_out(inputs, out, result)
+        if lse is not None:
+            _check_place(inputs, "lse", lse)
         return out, lse if return_lse else None
 
     def about(self) -> dict[str, Any]:
@@ -181,6 +183,7 @@ def _check_out(inputs: Inputs, out: Any, result: Any) -> None:
     case = inputs.case
     if not isinstance(out, Tensor):
         raise Finding(f"returned {type(result).__name__}, must return a tensor or a tuple that begins with one")
+    _check_place(inputs, "out", out)
     want = [*inputs.q.shape[:-1], case.head_dim_v]
     if case.form == "varlen":
         assert inputs.cu_seqlens_q is not None
@@ -189,6 +192,13 @@ def _check_out(inputs: Inputs, out: Any, result: Any) -> None:
         raise Finding(f"out was of shape {tuple(out.shape)}, must be {tuple(want)} (in the layout of the case)")
     if out.dtype != case.dtype:
         raise Finding(f"out was of dtype {out.dtype}, must be {case.dtype} like q")
+
+
+def _check_place(inputs: Inputs, name: str, tensor: Tensor) -> None:
+    if tensor.device != inputs.q.device:
+        raise Finding(f"{name} was on device {tensor.device}, must be on {inputs.q.device} like q")
+    if tensor.layout != torch.strided:
+        raise Finding(f"{name} was of layout {tensor.layout}, must be {torch.strided}")
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

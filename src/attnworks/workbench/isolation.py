@@ -229,6 +229,7 @@ class _Worker:
             code = 0
         self.kill()
         how = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
+        how += ", as where memory runs out" if code == -signal.SIGKILL else ""
         return how + self._place()
 
     def _place(self) -> str:
@@ -253,6 +254,8 @@ def work(descriptor: int) -> None:
     """The process: load the kernel, then answer requests until the other end is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a hanging kernel must not outlive the run
+    with contextlib.suppress(OSError):  # where memory runs out, this is the process to end
+        Path("/proc/self/oom_score_adj").write_text("1000")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     connection = Connection(descriptor)
