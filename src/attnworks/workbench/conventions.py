@@ -15,6 +15,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -250,13 +251,15 @@ def _resolve(target: str) -> Any:
     found: Any = _module(place)
     for part in path.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"target: {place} has no {path!r}, only {', '.join(_public(found))}")
+            raise ValueError(f"target: {place} has no {path!r}, only {', '.join(_public_like(path, found))}")
         found = getattr(found, part)
     return found
 
 
-def _public(owner: Any) -> list[str]:
-    return [name for name, value in vars(owner).items() if not name.startswith("_") and callable(value)][:20]
+def _public_like(wanted: str, owner: Any) -> list[str]:
+    """What an owner has: the names that are like the one wanted or, where none is, the first twenty."""
+    names = [name for name, value in vars(owner).items() if not name.startswith("_") and callable(value)]
+    return get_close_matches(wanted, names) or names[:20]
 
 
 def _module(place: str) -> ModuleType:
