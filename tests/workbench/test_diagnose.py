@@ -138,7 +138,9 @@ def test_patterns_name_the_head_dim() -> None:
             inputs.q[..., 128:] = 0
             return super().__call__(inputs, **options)
 
-    corpus = Corpus([_probe("square"), _probe("causal"), _probe("8 heads on 2"), _probe("head_dim 160")])
+    corpus = Corpus(
+        [_probe("square"), _probe("causal"), _probe("8 heads on 2"), Probe(catalogue.BY_NAME["head dim: 160"])]
+    )
     assert on_which(corpus.benches, corpus.observe(Narrow())) == ["fails exactly with a head_dim above 128"]
 
 

@@ -76,7 +76,6 @@ def _probes() -> tuple[Case, ...]:
         _case("8 heads on 2", 40, 72, batch=2, heads_q=8, heads_kv=2, **grads),
         _case("unequal dims", 40, 72, head_dim_v=40, **grads),
         _case("head_dim 40", 40, 72, head_dim=40, head_dim_v=40, **grads),
-        _case("head_dim 160", 40, 72, head_dim=160, head_dim_v=160, **grads),
         _case("scale 0.3", 40, 72, scale=0.3, **grads),
         _case("softcap", 50, 70, scores=(Softcap(2.0),), **grads),
         _case("softcap, causal", 50, 70, scores=(Softcap(2.0),), mask=(Causal(),)),
