@@ -344,7 +344,7 @@ _QUICK_PATTERNS = (
     "decode, MLA 576/512, fp32",
     "decode, int8 cache",
     "decode, float8_e4m3fn cache, P *",
-    "model: Llama-3-8B, *",
+    "model: Llama-3-8B, bfloat16",
     "model: ViT*",
     "model: Gemma-2-27B*",
 )
