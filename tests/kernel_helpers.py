@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import time
 from typing import Any
 
@@ -73,7 +74,7 @@ def no_groups(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, 
 # ---- faulty ----------------------------------------------------------------------------------------------------------
 
 FAULTS = ("none", "segfault", "hang", "exit", "raise", "shape", "dtype", "no tensor", "writes behind", "writes into q",
-          "writes into a gap", "declines", "prints", "writes in backward")  # fmt: skip
+          "writes into a gap", "declines", "prints", "writes in backward", "device", "layout", "killed")  # fmt: skip
 
 
 def scale_of(fault: str) -> float:
@@ -107,6 +108,12 @@ def faulty(query, key, value, attn_mask=None, is_causal=False, scale=0.1):
         raise RuntimeError("out of luck")
     elif fault == "shape":
         return out[..., :-1]
+    elif fault == "device":
+        return out.to("meta")
+    elif fault == "layout":
+        return out.to_sparse()
+    elif fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "dtype":
         return out.double()
     elif fault == "no tensor":

@@ -9,13 +9,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from attnworks.workbench import catalogue
 from attnworks.workbench.addresses import WAYS
 from attnworks.workbench.cli import main
 from attnworks.workbench.diagnose import diagnose, symptoms
 from attnworks.workbench.diagnose.causes import CAUSES
 from attnworks.workbench.diagnose.explain import explain
 from attnworks.workbench.diagnose.nearest import SPLIT, TILED, WRITTEN, Corpus
-from attnworks.workbench.diagnose.patterns import in_weights, tile_size, weights
+from attnworks.workbench.diagnose.patterns import in_weights, on_which, tile_size, weights
 from attnworks.workbench.diagnose.probes import Bench, Probe, probes
 from attnworks.workbench.diagnose.script import standalone
 from attnworks.workbench.diagnose.shrink import shrink
@@ -115,6 +116,32 @@ def packed() -> Corpus:
 def test_a_fault_is_known_in_whatever_way_it_is_made(packed: Corpus, fault: str, way: int) -> None:
     found = packed.rank(packed.observe(_Packed(fault, way=way)))
     assert (found[0].fault, round(found[0].distance, 2)) == (fault, 0)
+
+
+@pytest.fixture(scope="module")
+def by_sequence() -> Corpus:
+    return Corpus([_probe("bias"), _probe("boolean mask"), Probe(catalogue.BY_NAME["alibi, not causal"])])
+
+
+@pytest.mark.parametrize(
+    ("fault", "way"), [("bias of sequence 0", 3), ("mask of head 0", 4), ("alibi of the wrong head", 1)]
+)
+def test_what_another_sequence_has_is_known(by_sequence: Corpus, fault: str, way: int) -> None:
+    found = by_sequence.rank(by_sequence.observe(Mutant(fault, way=way)))
+    assert (found[0].fault, round(found[0].distance, 2)) == (fault, 0)
+
+
+def test_patterns_name_the_head_dim() -> None:
+    class Narrow(Mutant):
+        def __call__(self, inputs, **options):  # type: ignore[no-untyped-def]
+            inputs.q = inputs.q.clone()
+            inputs.q[..., 128:] = 0
+            return super().__call__(inputs, **options)
+
+    corpus = Corpus(
+        [_probe("square"), _probe("causal"), _probe("8 heads on 2"), Probe(catalogue.BY_NAME["head dim: 160"])]
+    )
+    assert on_which(corpus.benches, corpus.observe(Narrow())) == ["fails exactly with a head_dim above 128"]
 
 
 def test_a_second_fault_is_suspected(short: Corpus) -> None:

@@ -22,6 +22,7 @@ def test_a_right_kernel_passes_and_tells_what_was_inferred() -> None:
     result = run(f"{FILE}:flash_attn_func", "--in-process", "--case", "size: 97", "--case", "bias 1", "--case", "hand")
     assert result.exit_code == 0, result.output
     words = " ".join(result.output.split())
+    assert "A crash of the kernel will end this run" in result.stderr and "Without --in-process" in result.stderr
     assert "kernel flash_attn_func runs in this process" in words
     assert "convention flash: q, k, v (batch, rows, heads, dim), causal bottom-right" in words
     assert "can do grouped heads, head_dim_v of its own, LSE, gradients" in words

@@ -35,8 +35,9 @@ WAYS = {
     "KV head 0 for all": 1,
     "K and V heads differ": 5,
     "splits averaged": 2,
-    "mask of head 0": 3,
-    "bias of sequence 0": 2,
+    "mask of head 0": 4,
+    "bias of sequence 0": 3,
+    "alibi of the wrong head": 1,
     "sum not rescaled": 1,
     "scale of the padded head_dim": 1,
 }
@@ -217,6 +218,11 @@ def shares(sizes: list[int], count: int, way: int) -> Tensor:
         mean: Tensor = parts[0]
         return mean
     return alike / alike.sum()
+
+
+def next_sequence(whole: Tensor, sequence: int) -> Tensor:
+    """The part of (batch, heads, ...) that belongs to the sequence after this one, of the last to the first."""
+    return whole[(sequence + 1) % whole.shape[0]]
 
 
 def of_heads_first(whole: Tensor, sequence: int, turned: bool) -> Tensor:

@@ -141,12 +141,13 @@ class Case:
     def with_seed(self, seed: int) -> Case:
         return replace(self, seed=seed)
 
-    def build(self, poison: float = math.nan) -> Inputs:
+    def build(self, poison: float = math.nan, values: Sequence[SequenceTensors] = ()) -> Inputs:
         """The tensors, made from the case's name and seed alone; ``poison`` fills whatever is not the problem's.
+        ``values``: those of an earlier build, which need not be drawn again.
 
         ``values`` are shared by all builds of a case and must not be written to; everything else is fresh.
         """
-        return self._built([replace(part) for part in _values(self)], poison)
+        return self._built([replace(part) for part in values or _values(self)], poison)
 
     def outline(self) -> Inputs:
         """What ``build`` gives with zeros for values, in a fraction of the time: to ask whether somebody runs it.
@@ -320,6 +321,6 @@ def _values(case: Case) -> list[SequenceTensors]:
     return [case._sequence(rng, seq_q, seq_kv) for seq_q, seq_kv in case.sequences]
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)  # a run asks for those of the next few cases, and again when it comes to them
 def _outline(case: Case) -> Inputs:
     return case._built([case._blank(seq_q, seq_kv) for seq_q, seq_kv in case.sequences], 0.0)

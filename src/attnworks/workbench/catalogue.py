@@ -79,8 +79,8 @@ def _stress_cases() -> list[Case]:
 def _size_cases() -> list[Case]:
     found = []
     fields: dict[str, Any]
-    for n in (1, 2, 7, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 191, 193, 511, 513):
-        found.append(Case(f"size: {n}", "tile edges", **_square(n), gradients=n < 200))
+    for n in (1, 2, 7, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 191, 193, 256, 511, 513):
+        found.append(Case(f"size: {n}", "tile edges", **_square(n), gradients=n <= 256))
         found.append(Case(f"size: {n}, causal, bf16", "tile edges", **_square(n), mask=CAUSAL, dtype=BF16))
     for d in (1, 2, 3, 8, 16, 17, 31, 32, 40, 48, 65, 72, 80, 96, 100, 127, 128, 129, 160, 192, 200, 255, 256):
         fields = {**_square(50), **_dims(d), "mask": CAUSAL}
@@ -304,11 +304,12 @@ BY_NAME = {case.name: case for case in CASES}
 _QUICK_PATTERNS = (
     "hand: *",
     "stress: *, fp32",
-    "stress: few*",
+    "stress: few queries on 16k keys, *",
     "stress: rising maximum, *",
     "stress: large scores, bf16",
     "size: [17]",
     "size: 97*",
+    "size: 256*",  # all tiles whole, whatever their size: often a path of its own
     "size: 513*",
     "head dim: 1",
     "head dim: 80*",
@@ -321,10 +322,13 @@ _QUICK_PATTERNS = (
     "rows without keys*",
     "window 7, 5: *",
     "boolean mask bhqk",
+    "boolean mask b1qk",
     "softcap*",
     "alibi*",
     "bias b1qk",
     "bias that hides",
+    "scale -0.7",
+    "bias then softcap",
     "sink*",
     "strides: gapped, *",
     "varlen with empty*",
@@ -340,7 +344,7 @@ _QUICK_PATTERNS = (
     "decode, MLA 576/512, fp32",
     "decode, int8 cache",
     "decode, float8_e4m3fn cache, P *",
-    "model: Llama-3-8B, *",
+    "model: Llama-3-8B, bfloat16",
     "model: ViT*",
     "model: Gemma-2-27B*",
 )

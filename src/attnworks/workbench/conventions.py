@@ -15,6 +15,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -159,6 +160,8 @@ class Kernel:
                 raise Finding("; ".join(f"{what} out" for _, what in overruns))
         out, lse = adapters.read(result, call)
         _check_out(inputs, out, result)
+        if lse is not None:
+            _check_place(inputs, "lse", lse)
         return out, lse if return_lse else None
 
     def about(self) -> dict[str, Any]:
@@ -181,6 +184,7 @@ def _check_out(inputs: Inputs, out: Any, result: Any) -> None:
     case = inputs.case
     if not isinstance(out, Tensor):
         raise Finding(f"returned {type(result).__name__}, must return a tensor or a tuple that begins with one")
+    _check_place(inputs, "out", out)
     want = [*inputs.q.shape[:-1], case.head_dim_v]
     if case.form == "varlen":
         assert inputs.cu_seqlens_q is not None
@@ -189,6 +193,13 @@ def _check_out(inputs: Inputs, out: Any, result: Any) -> None:
         raise Finding(f"out was of shape {tuple(out.shape)}, must be {tuple(want)} (in the layout of the case)")
     if out.dtype != case.dtype:
         raise Finding(f"out was of dtype {out.dtype}, must be {case.dtype} like q")
+
+
+def _check_place(inputs: Inputs, name: str, tensor: Tensor) -> None:
+    if tensor.device != inputs.q.device:
+        raise Finding(f"{name} was on device {tensor.device}, must be on {inputs.q.device} like q")
+    if tensor.layout != torch.strided:
+        raise Finding(f"{name} was of layout {tensor.layout}, must be {torch.strided}")
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -240,13 +251,15 @@ def _resolve(target: str) -> Any:
     found: Any = _module(place)
     for part in path.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"target: {place} has no {path!r}, only {', '.join(_public(found))}")
+            raise ValueError(f"target: {place} has no {path!r}, only {', '.join(_public_like(path, found))}")
         found = getattr(found, part)
     return found
 
 
-def _public(owner: Any) -> list[str]:
-    return [name for name, value in vars(owner).items() if not name.startswith("_") and callable(value)][:20]
+def _public_like(wanted: str, owner: Any) -> list[str]:
+    """What an owner has: the names that are like the one wanted or, where none is, the first twenty."""
+    names = [name for name, value in vars(owner).items() if not name.startswith("_") and callable(value)]
+    return get_close_matches(wanted, names) or names[:20]
 
 
 def _module(place: str) -> ModuleType:

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.metrics import ELEMENTWISE_FACTOR
-from attnworks.workbench.oracle import Expected, visible
+from attnworks.workbench.oracle import Expected, by_query_head, visible
 
 
 @dataclass
@@ -49,7 +49,7 @@ def run(inputs: Inputs, expected: Expected) -> Fused | str:
             outs.append(torch.zeros_like(part.d_out))
         else:
             group = case.heads_q // case.heads_kv
-            k, v = (x.repeat_interleave(group, 0)[None] for x in (part.k, part.v))
+            k, v = (by_query_head(x, group)[None] for x in (part.k, part.v))
             mask = visible(inputs, sequence)[None] if case.mask else None
             outs.append(scaled_dot_product_attention(part.q[None], k, v, attn_mask=mask, scale=case.softmax_scale)[0])
         # The sum of both kernels' budgets.

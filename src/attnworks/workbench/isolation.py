@@ -120,10 +120,9 @@ class Isolated(Guarded):
 
     def _ask(self, what: str, message: tuple[Any, ...]) -> Any:
         """Send a request and unpack what it gave. Raises ``Finding`` or ``Declined``."""
-        state = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
         worker = self._running()
         try:
-            kind, found = worker.ask((what, state, self._file(), *message), self.timeout)
+            kind, found = worker.ask((what, torch.get_num_threads(), self._file(), *message), self.timeout)
         except Finding:
             self.deaths += 1
             self._worker = None
@@ -230,6 +229,7 @@ class _Worker:
             code = 0
         self.kill()
         how = f"crashed with {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
+        how += ", as where memory runs out" if code == -signal.SIGKILL else ""
         return how + self._place()
 
     def _place(self) -> str:
@@ -254,12 +254,17 @@ def work(descriptor: int) -> None:
     """The process: load the kernel, then answer requests until the other end is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a hanging kernel must not outlive the run
+    with contextlib.suppress(OSError):  # where memory runs out, this is the process to end
+        Path("/proc/self/oom_score_adj").write_text("1000")
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     connection = Connection(descriptor)
     _, target, convention = connection.recv()
     reply, runner = _load(target, convention)
     connection.send(reply)
+    # What a kernel forgets to write shows: fresh memory holds NaN. torch.use_deterministic_algorithms would import for
+    # seconds.
+    torch.set_deterministic_debug_mode("warn")
     while runner is not None:
         try:
             request = connection.recv()
@@ -287,13 +292,8 @@ def _elsewhere(*_: Any, **__: Any) -> Any:
     raise AssertionError("the kernel is in another process")
 
 
-def _answer(
-    runner: Runner, what: str, state: tuple[int, bool], path: str, payload: bytes, shared: Any, *rest: Any
-) -> Reply:
-    threads, deterministic = state
+def _answer(runner: Runner, what: str, threads: int, path: str, payload: bytes, shared: Any, *rest: Any) -> Reply:
     torch.set_num_threads(threads)
-    # As fresh memory is filled in the run's own process; torch.use_deterministic_algorithms would import for seconds.
-    torch.set_deterministic_debug_mode("warn" if deterministic else "default")
     source, sizes = shared
     try:
         value = unpack(payload, slots(_mapped(source, Arena.size(sizes)), sizes))

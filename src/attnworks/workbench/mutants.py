@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnworks.scores import Bias, Sink
 from attnworks.workbench import tiled
-from attnworks.workbench.addresses import Addresses, of_heads_first
+from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_first
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.subjects import Outcome
 
@@ -348,9 +348,9 @@ class Mutant:
             if isinstance(score, Bias):
                 whole = score.tensor[(None,) * (4 - score.tensor.dim())]
                 if self.has("bias of sequence 0") and self.way:
-                    own = of_heads_first(whole, b, turned=self.way == 2)
+                    own = next_sequence(whole, b) if self.way == 3 else of_heads_first(whole, b, turned=self.way == 2)
                 elif self.has("mask of head 0") and self.way > 1:  # masks and biases alike
-                    own = of_heads_first(whole, b, turned=self.way == 3)
+                    own = next_sequence(whole, b) if self.way == 4 else of_heads_first(whole, b, turned=self.way == 3)
                 else:
                     own = whole[b if whole.shape[0] > 1 and not self.has("bias of sequence 0") else 0]
                 own = own[:, : seq_q if own.shape[1] > 1 else 1, : seq_kv if own.shape[2] > 1 else 1]

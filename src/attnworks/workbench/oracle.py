@@ -163,6 +163,11 @@ def expect(inputs: Inputs, gradients: bool = False) -> Expected:
     return found
 
 
+def by_query_head(x: Tensor, group: int) -> Tensor:
+    """(heads_kv, rows, dim) for each query head, ``group`` of which share one."""
+    return x if group == 1 else x.repeat_interleave(group, 0)
+
+
 def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
     """Probabilities and LSE over the last dimension; rows of -inf give (0, -inf)."""
     top = s.amax(-1, keepdim=True)
@@ -176,8 +181,9 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     case = inputs.case
     group = case.heads_q // max(case.heads_kv, 1)
     q = part.q.double()
-    k, v = (x.double().repeat_interleave(group, 0) for x in (part.k, part.v))
+    k, v = (by_query_head(x.double(), group) for x in (part.k, part.v))
     v = torch.cat((v, v.new_zeros(v.shape[0], 1, v.shape[2])), 1)
+    v_size = v.abs()
     scored = score(inputs, sequence, q, k)
     p, lse = softmax(scored.scores)
     out = p @ v
@@ -214,7 +220,7 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     def each(make: Any, errors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return make(errors[0]), make(errors[1])
 
-    add("out", out, each(lambda e: e @ v.abs(), p_errors), (p * p) @ (v * v))
+    add("out", out, each(lambda e: e @ v_size, p_errors), (p * p) @ (v * v))
     found.values.setdefault("lse", []).append(lse)
     found.contraction.setdefault("lse", []).append(lse_errors[0])
     found.arithmetic.setdefault("lse", []).append(lse_errors[1])
@@ -230,13 +236,13 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     dp = d_out @ v.transpose(-1, -2)
     delta = (p * dp).sum(-1, keepdim=True)
     ds = p * (dp - delta + d_lse[..., None])
-    reach = d_out.abs() @ v.abs().transpose(-1, -2)
-    reach = reach + (d_out.abs() * (p @ v.abs())).sum(-1, keepdim=True) + d_lse.abs()[..., None]
+    reach = d_out.abs() @ v_size.transpose(-1, -2)
+    reach = reach + (d_out.abs() * (p @ v_size)).sum(-1, keepdim=True) + d_lse.abs()[..., None]
     # What may underflow on the way to dS = P (dP - delta), each by ``tiny`` at most, and what it is multiplied by: P
     # itself, or the weight w of its part of the keys where parts are merged, by dP - delta (reach); the part's share of
     # dO, w dO, by V in dP and by O in delta; dP - delta by P <= 1, and the product dS by nothing. dQ and dK multiply
     # all of it by scale |K| and scale |Q|, and may underflow themselves (``least`` in ``add``).
-    flushed = tiny * (reach + v.abs().sum(-1)[:, None] + (p @ v.abs()).sum(-1, keepdim=True) + 2) * shown
+    flushed = tiny * (reach + v_size.sum(-1)[:, None] + (p @ v_size).sum(-1, keepdim=True) + 2) * shown
     ds_errors = (p * (u + arithmetic) * reach + flushed + least * shown, p * arithmetic * reach + flushed)
     keys = slice(0, part.k.shape[1])
     pt = p[..., keys].transpose(-1, -2)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnworks.masks import AllOf, Causal, Window
 from attnworks.scores import ALiBi, Bias, Sink, Softcap
-from attnworks.workbench.addresses import Addresses, of_heads_first, shares
+from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_first, shares
 
 TILE = 32
 SPLIT = 96
@@ -93,7 +93,7 @@ class Modifiers:
         if isinstance(modifier, ALiBi):
             slopes = modifier.slopes if modifier.slopes.dim() == 1 else modifier.slopes[self.sequence]
             if has("alibi of the wrong head"):
-                slopes = slopes.flip(0)
+                slopes = modifier.slopes.view(-1, len(slopes))[0] if self.addresses.way else slopes.flip(0)
             shift = 0 if has("alibi from the first key") else self.seq_kv - self.seq_q
             behind = i + shift - j
             penalty = slopes.view(-1, 1, 1) * (behind if has("alibi distance signed") else behind.abs())
@@ -129,7 +129,7 @@ class Modifiers:
                     own = ~own
                 if has("mask of head 0"):
                     turned = [of_heads_first(whole, self.sequence, turned) for turned in (False, True)]
-                    own = (own[:1], whole[0], *turned)[self.addresses.way]
+                    own = (own[:1], whole[0], *turned, next_sequence(whole, self.sequence))[self.addresses.way]
                 own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
                 shown = shown & own[:, : self.seq_q, int(j.min()) : int(j.max()) + 1]
             elif isinstance(mask, Causal | Window):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch import Tensor
 from attnworks.workbench import fused, hand, properties, schedule
 from attnworks.workbench.cases import Case
 from attnworks.workbench.inputs import Inputs
+from attnworks.workbench.isolation import Isolated
 from attnworks.workbench.metrics import Measure, Standard, measure, standards
 from attnworks.workbench.oracle import FORWARD, Expected
 from attnworks.workbench.subjects import Declined, Finding, Subject, abilities_of, backend_subjects
@@ -33,6 +35,7 @@ Layer = Literal["hand", "oracle", "fused", "property"]
 Status = Literal["passed", "failed", "skipped"]
 Progress = schedule.Progress
 
+_LOOKAHEAD = 12  # cases whose answers are worked out, or wait, at a time
 NO_LSE = properties.UNDECLARED["lse"]
 
 
@@ -86,6 +89,10 @@ class Answers:
     @cached_property
     def _inputs(self) -> Inputs:
         return self.case.build()
+
+    def build(self) -> Inputs:
+        """Fresh inputs of the case."""
+        return self.case.build(values=self._inputs.values)
 
     @cached_property
     def forward(self) -> dict[str, Standard]:
@@ -184,7 +191,9 @@ def verify(
     further = schedule.further_sweeps(verified, seed) if budget and not cases and not quick else ()
     results: list[Result] = []
     clock = schedule.Clock(budget, len(jobs), progress)
-    with fresh_memory_poisoned(), ahead or Ahead() as known:
+    # Another process poisons its own, and here it would slow the oracle.
+    elsewhere = all(isinstance(subject, Isolated) for subject in verified)
+    with contextlib.nullcontext() if elsewhere else fresh_memory_poisoned(), ahead or Ahead() as known:
         for job, answers in _with_answers(chain(jobs, further), known):
             if clock.over(str(job)):
                 break
@@ -198,14 +207,20 @@ def _with_answers(jobs: Iterable[schedule.Job], ahead: Ahead) -> Iterator[tuple[
     """The jobs with their answers, which are worked out while the jobs before them run. Not beside properties, which
     set the number of threads and measure the process's memory."""
     ahead.settle()
-    coming = iter(jobs)
-    job = next(coming, None)
-    while job is not None:
-        answers, following = ahead.take(*_wanted(job)), next(coming, None)
-        if following is not None and not job.properties and not following.properties and _asked(following):
-            ahead.begin(*_wanted(following))
-        yield job, answers
-        job = following
+    coming, waiting = iter(jobs), deque[schedule.Job]()
+    while True:
+        # The next few: some take far longer than others.
+        while len(waiting) < _LOOKAHEAD and not (waiting and waiting[-1].properties):
+            job = next(coming, None)
+            if job is None:
+                break
+            waiting.append(job)
+            if not job.properties and _asked(job):
+                ahead.begin(*_wanted(job))
+        if not waiting:
+            return
+        job = waiting.popleft()
+        yield job, ahead.take(*_wanted(job))
 
 
 def _wanted(job: schedule.Job) -> tuple[Case, bool]:
@@ -252,7 +267,7 @@ def verify_case(subject: Subject, answers: Answers) -> list[Result]:
     got: dict[str, list[Tensor]] = {}
 
     def forward() -> tuple[tuple[Measure, ...], str]:
-        inputs = case.build()
+        inputs = answers.build()
         out, lse = subject(inputs)
         got.update(_gathered(subject, inputs, out, lse))
         return tuple(measure(answers.forward[n], got[n]) for n in got), _outside(inputs, {"out": out})
@@ -280,7 +295,7 @@ def _gathered(subject: Subject, inputs: Inputs, out: Tensor, lse: Tensor | None)
 
 
 def _gradients(subject: Subject, answers: Answers) -> tuple[tuple[Measure, ...], str]:
-    inputs = answers.case.build()
+    inputs = answers.build()
     leaves = inputs.differentiable()
     out, lse = subject(inputs)
     assert lse is not None or not answers.case.lse_cotangent, "reasons() refuses the others"

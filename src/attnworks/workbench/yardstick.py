@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnworks.scores import Bias, Sink
 from attnworks.workbench.inputs import Inputs, SequenceTensors
-from attnworks.workbench.oracle import FORWARD, GRADIENTS, Tensors, bias_place, score, softmax
+from attnworks.workbench.oracle import FORWARD, GRADIENTS, Tensors, bias_place, by_query_head, score, softmax
 
 
 def flash_model(inputs: Inputs, gradients: bool = False) -> Tensors:
@@ -51,7 +51,7 @@ def _sequence(inputs: Inputs, sequence: int, part: SequenceTensors, gradients: b
         return x.view(case.heads_kv, group, *x.shape[1:]).sum(1) if case.heads_kv else x
 
     q = part.q.to(compute)
-    k, v = (x.to(compute).repeat_interleave(group, 0) for x in (part.k, part.v))
+    k, v = (by_query_head(x.to(compute), group) for x in (part.k, part.v))
     scored = score(inputs, sequence, q, k)
     s, keys = scored.scores, slice(0, k.shape[1])
     _, lse = softmax(s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import shlex
 import sys
 import time
@@ -18,6 +19,9 @@ from attnworks.workbench.probing import Prepared, prepare
 from attnworks.workbench.sweep import Coverage
 from attnworks.workbench.verify import Ahead, Result, chosen_subjects
 from attnworks.workbench.verify import verify as run
+
+IN_PROCESS = """A crash of the kernel will end this run, which is in its process.
+Without --in-process it is a failure like any other."""
 
 
 @click.command()
@@ -82,6 +86,11 @@ def verify(
     elif run_mutants:
         _mutants(seed, as_json)
     else:
+        if in_process:
+            # Nothing can be said once it has happened; Python's own handler then shows where.
+            if not faulthandler.is_enabled():
+                faulthandler.enable(sys.__stderr__)  # type: ignore[arg-type]
+            click.echo(IN_PROCESS, err=True)
         with Ahead() as ahead, output.progress() as progress:
             prepared = None
             if target is not None:

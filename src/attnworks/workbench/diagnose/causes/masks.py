@@ -63,9 +63,9 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "A window shows all of the future.", WINDOW, "The right bound where it is not causal."
         ),
         "mask of head 0": Cause(
-            "A mask with heads: only the first head is right.",
+            "A mask with heads or sequences: those of another one.",
             "mask[b, h, i, j]",
-            "The mask's head stride (0 or lost).",
+            "The mask's strides of batch and heads (0, lost or exchanged).",
         ),
         "boolean mask inverted": Cause(
             "A boolean mask: exactly the hidden keys are seen.",
@@ -144,9 +144,13 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             ALIBI,
             "The origin seq_kv - seq_q.",
         ),
-        "alibi of the wrong head": Cause("ALiBi: heads have each other's slopes.", ALIBI, "The index into the slopes."),
+        "alibi of the wrong head": Cause(
+            "ALiBi: heads, or sequences, have each other's slopes.", ALIBI, "The index into the slopes, with its batch."
+        ),
         "bias of head 0": Cause("A bias: only the first head is right.", BIAS, "The bias's head stride."),
-        "bias of sequence 0": Cause("A bias: only the first sequence is right.", BIAS, "The bias's batch stride."),
+        "bias of sequence 0": Cause(
+            "A bias: the sequences are wrong, or all but the first.", BIAS, "The bias's batch stride."
+        ),
         "bias scaled": Cause("A bias: as with a smaller one.", BIAS, "The bias is added after the scale."),
         "bias ignored": Cause("A bias: as without.", BIAS, "Is its pointer read, for every broadcast?"),
     },
