@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: the collector, which measuring memory asks for again and again, need not look at it."""
+    """What is there by now stays: the collector, which measuring memory asks for again and again, skips it."""
     gc.collect()
     gc.freeze()
 

@@ -45,14 +45,14 @@ struct Case : ForwardCase {
   }
   static int64_t tiles(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
-  // A third of the map's tiles are hidden, a third full, the others have random bits.
+  // A third of the map's tiles are hidden, a third full, the others have random bits; the second tile of keys is hidden from all rows.
   void modify() {
     std::normal_distribution<float> normal;
     for (int64_t n = 0; n < shape.heads_q * shape.seq_q * shape.seq_kv; n++) bias.push_back(normal(generator));
     d_bias.assign(bias.size(), 0);
     for (int64_t h = 0; h < shape.heads_q; h++) slopes.push_back(0.01f * (h + 1));
     for (int64_t tile = 0; tile < tiles(shape.seq_q, MAP_ROWS) * tiles(shape.seq_kv, MAP_KEYS); tile++) {
-      const int kind = generator() % 3;
+      const int kind = tile % tiles(shape.seq_kv, MAP_KEYS) == 1 ? 0 : generator() % 3;
       places.push_back(kind == 0 ? PLACE_HIDDEN : kind == 1 ? PLACE_FULL : (int32_t)(bits.size() / MAP_ROWS));
       for (int64_t row = 0; kind == 2 && row < MAP_ROWS; row++) bits.push_back((uint64_t)generator() << 32 | generator());
     }
