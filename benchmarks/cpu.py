@@ -3,6 +3,7 @@
     python benchmarks/cpu.py                          everything, about 20 minutes on 2 cores
     python benchmarks/cpu.py --quick                  fewer sizes and runs, about 2 minutes
     python benchmarks/cpu.py --section decode --dtype bfloat16
+    python benchmarks/cpu.py --section scaling --threads 16
     python benchmarks/cpu.py --markdown docs/results/cpu.md --json > rows.json
 
 Every row prints its bar and whether it holds. docs/benchmarking.md says how the numbers come about. From a source tree
@@ -14,11 +15,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +28,33 @@ import torch
 
 import cpu_masks
 import cpu_probes
+import cpu_scaling
 from attnworks import Causal, Window
 from attnworks.backends import cpu
-from attnworks.problem import Problem
 from attnworks.workbench import ceilings, environment
-from attnworks.workbench.bench import Protocol, Result, measure
-from attnworks.workbench.providers import by_name, describe, label
-from attnworks.workbench.statistics import Ratio
+from attnworks.workbench.bench import Result, measure
+from attnworks.workbench.providers import by_name, label
+from cpu_rows import (
+    DTYPES,
+    MIB,
+    Settings,
+    away_from,
+    backward_work,
+    best,
+    decode_problem,
+    measure_gradients,
+    measure_providers,
+    prefill_problem,
+    ratio_row,
+)
 from rows import Row, markdown, print_section
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_DIMS = (64, 128)
 LARGE_HEAD_DIM = 256  # backward in float32
 LENGTHS = (1024, 2048, 4096, 8192)
-TOKENS = 8192  # heads times length, the same for every length
 CONTEXTS = (4096, 16384, 65536)
 DECODE_HEADS = {"MHA 8/8": (8, 8), "GQA 32/8": (32, 8)}
 MEMORY_LENGTHS = (4096, 8192, 16384, 32768)
-MIB = 2**20
 
 PREFILL_BARS = {"float32": (1.15, 1.35), "bfloat16": (2.1, 2.5), "float16": (1.6, 1.9)}  # non-causal, causal
 PEER_BARS = (1.0, 1.7)
@@ -51,7 +62,6 @@ WINDOW_BAR = 6.0
 BACKWARD_BARS = {"float32": 1.4, "bfloat16": 1.7, "float16": 8.0}
 TRAINING_BARS = {"float32": 1.5, "bfloat16": 2.0, "float16": None}  # forward and backward of a causal GQA layer
 WINDOW_TRAINING_BAR = 5.0
-NEEDS_BF16 = "the bar is for CPUs with avx512_bf16"
 DECODE_BARS = {
     ("MHA 8/8", "float32"): 1.7,
     ("MHA 8/8", "bfloat16"): 2.2,
@@ -65,26 +75,9 @@ MEMORY_BAR = 64 * MIB
 FLAT_BAR = 4 * MIB  # how much more at 32k than at 4k still counts as flat
 OVERHEAD_BAR = 1.5
 IMPORT_BAR = 0.1  # seconds
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the command line chose."""
-
-    dtypes: tuple[str, ...]
-    lengths: tuple[int, ...]
-    head_dims: tuple[int, ...]
-    contexts: tuple[int, ...]
-    memory_lengths: tuple[int, ...]
-    threads: int
-    budget: float
-    only: str
-
-    def wants(self, row: str) -> bool:
-        return self.only in row
-
-    def protocol(self, **changes: Any) -> Protocol:
-        return Protocol(**{"threads": self.threads, "budget_seconds": self.budget, "input_bytes": 256 * MIB} | changes)
+# What holds torch to older instructions, as --isa does attnworks: to those without AMX where both are set before it
+# starts, ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and MKL_ENABLE_INSTRUCTIONS=AVX512_E3.
+HOLDS_TORCH = "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
 
 
 # ---- sections --------------------------------------------------------------------------------------------------------
@@ -93,22 +86,22 @@ class Settings:
 def prefill(settings: Settings) -> Iterator[Row]:
     """Forward against SDPA."""
     for name, dtype, head_dim, causal, length in _grid(settings, settings.lengths):
-        problem = _prefill_problem(dtype, head_dim, length, Causal() if causal else None)
-        result = _measure(problem, ("attnworks", "sdpa"), settings.protocol())
+        problem = prefill_problem(dtype, head_dim, length, Causal() if causal else None)
+        result = measure_providers(problem, ("attnworks", "sdpa"), settings.protocol())
         bar = PREFILL_BARS[dtype][causal]
-        yield _ratio_row("prefill", name, result, "sdpa", bar, _away(dtype))
+        yield ratio_row("prefill", name, result, "sdpa", bar, away_from(dtype))
 
 
 def peers(settings: Settings) -> Iterator[Row]:
     """Forward against the other CPU implementations; the bar is for the best of them."""
     lengths = tuple(length for length in settings.lengths if length in (1024, 4096))
     for name, dtype, head_dim, causal, length in _grid(settings, lengths):
-        problem = _prefill_problem(dtype, head_dim, length, Causal() if causal else None)
-        result = _measure(problem, ("attnworks", "openvino", "onnxruntime"), settings.protocol())
-        best = _best(result, ("openvino", "onnxruntime"))
+        problem = prefill_problem(dtype, head_dim, length, Causal() if causal else None)
+        result = measure_providers(problem, ("attnworks", "openvino", "onnxruntime"), settings.protocol())
+        fastest = best(result, ("openvino", "onnxruntime"))
         for peer in ("openvino", "onnxruntime"):
-            away = "" if peer == best else "the bar is for the best peer"
-            yield _ratio_row("peers", name, result, peer, PEER_BARS[causal], away)
+            away = "" if peer == fastest else "the bar is for the best peer"
+            yield ratio_row("peers", name, result, peer, PEER_BARS[causal], away)
 
 
 def window(settings: Settings) -> Iterator[Row]:
@@ -118,10 +111,10 @@ def window(settings: Settings) -> Iterator[Row]:
         name = f"{dtype} window 512, D=64 N={length}"
         if not settings.wants(name):
             continue
-        problem = _prefill_problem(dtype, 64, length, Window(511, 0))
-        result = _measure(problem, ("attnworks", "sdpa", "sdpa-causal"), settings.protocol())
-        yield _ratio_row("window", name, result, "sdpa", WINDOW_BAR, "the bar is for causal SDPA")
-        yield _ratio_row("window", name, result, "sdpa-causal", WINDOW_BAR)
+        problem = prefill_problem(dtype, 64, length, Window(511, 0))
+        result = measure_providers(problem, ("attnworks", "sdpa", "sdpa-causal"), settings.protocol())
+        yield ratio_row("window", name, result, "sdpa", WINDOW_BAR, "the bar is for causal SDPA")
+        yield ratio_row("window", name, result, "sdpa-causal", WINDOW_BAR)
 
 
 def backward(settings: Settings) -> Iterator[Row]:
@@ -130,30 +123,30 @@ def backward(settings: Settings) -> Iterator[Row]:
     large = replace(settings, dtypes=("float32",) if "float32" in settings.dtypes else (), head_dims=(LARGE_HEAD_DIM,))
     grids = (_grid(chosen, settings.lengths) for chosen in (settings, large))
     for name, dtype, head_dim, causal, length in itertools.chain.from_iterable(grids):
-        problem = _prefill_problem(dtype, head_dim, length, Causal() if causal else None)
-        result = _measure_gradients(problem, ("attnworks", "sdpa"), settings, forward=False)
-        work = _backward_work(problem)
-        yield _ratio_row("backward", name, result, "sdpa", BACKWARD_BARS[dtype], _away(dtype), work=work)
+        problem = prefill_problem(dtype, head_dim, length, Causal() if causal else None)
+        result = measure_gradients(problem, ("attnworks", "sdpa"), settings.protocol(), forward=False)
+        work = backward_work(problem)
+        yield ratio_row("backward", name, result, "sdpa", BACKWARD_BARS[dtype], away_from(dtype), work=work)
     for dtype in settings.dtypes:
         for length in settings.lengths:
             name, bar = f"{dtype} causal GQA 8/2, D=128 N={length}, forward + backward", TRAINING_BARS[dtype]
             if not settings.wants(name):
                 continue
-            problem = _prefill_problem(dtype, 128, length, Causal(), heads=8, heads_kv=2)
-            result = _measure_gradients(problem, ("attnworks", "sdpa"), settings, forward=True)
-            away = _away(dtype) if bar else "no bar"
-            yield _ratio_row("backward", name, result, "sdpa", bar or 0.0, away, work=1 + _backward_work(problem))
+            problem = prefill_problem(dtype, 128, length, Causal(), heads=8, heads_kv=2)
+            result = measure_gradients(problem, ("attnworks", "sdpa"), settings.protocol(), forward=True)
+            away = away_from(dtype) if bar else "no bar"
+            yield ratio_row("backward", name, result, "sdpa", bar or 0.0, away, work=1 + backward_work(problem))
     for dtype in settings.dtypes:
         length = max(settings.lengths)
         name = f"{dtype} window 512, D=64 N={length}, forward + backward"
         if not settings.wants(name):
             continue
-        problem = _prefill_problem(dtype, 64, length, Window(511, 0))
-        result = _measure_gradients(problem, ("attnworks", "sdpa", "sdpa-causal"), settings, forward=True)
-        work = 1 + _backward_work(problem)
+        problem = prefill_problem(dtype, 64, length, Window(511, 0))
+        result = measure_gradients(problem, ("attnworks", "sdpa", "sdpa-causal"), settings.protocol(), forward=True)
+        work = 1 + backward_work(problem)
         away = "the bar is for causal SDPA"
-        yield _ratio_row("backward", name, result, "sdpa", WINDOW_TRAINING_BAR, away, work=work)
-        yield _ratio_row("backward", name, result, "sdpa-causal", WINDOW_TRAINING_BAR, work=work)
+        yield ratio_row("backward", name, result, "sdpa", WINDOW_TRAINING_BAR, away, work=work)
+        yield ratio_row("backward", name, result, "sdpa-causal", WINDOW_TRAINING_BAR, work=work)
 
 
 def decode(settings: Settings) -> Iterator[Row]:
@@ -166,24 +159,14 @@ def decode(settings: Settings) -> Iterator[Row]:
                 name = f"{dtype} {heads}, D=128, context {context}"
                 if not settings.wants(name):
                     continue
-                problem = describe(
-                    form="decode",
-                    batch=1,
-                    heads_q=heads_q,
-                    heads_kv=heads_kv,
-                    seq_q=1,
-                    seq_kv=context,
-                    head_dim=128,
-                    head_dim_v=128,
-                    dtype=DTYPES[dtype],
-                )
-                result = _measure(problem, (*owns, *others), settings.protocol())
-                best = _best(result, others)
+                problem = decode_problem(dtype, heads_q, heads_kv, context)
+                result = measure_providers(problem, (*owns, *others), settings.protocol())
+                fastest = best(result, others)
                 for own, other in itertools.product(owns, others):
                     if other in result.refused:  # grouped rows where no heads are shared
                         continue
-                    away = "" if other == best else "the bar is for torch's best"
-                    yield _ratio_row("decode", _stored(name, own), result, other, DECODE_BARS[heads, dtype], away, own)
+                    away = "" if other == fastest else "the bar is for torch's best"
+                    yield ratio_row("decode", _stored(name, own), result, other, DECODE_BARS[heads, dtype], away, own)
                 for own in owns:
                     yield _bandwidth_row(_stored(name, own), result, own)
 
@@ -207,7 +190,7 @@ def memory(settings: Settings) -> Iterator[Row]:
 
 def overhead(settings: Settings) -> Iterator[Row]:
     """A call with almost nothing to compute, caches warm, many calls timed as one."""
-    problem = _prefill_problem("float32", 64, 16, None, heads=1)
+    problem = prefill_problem("float32", 64, 16, None, heads=1)
     providers = [cpu_probes.Repeated(by_name(name)) for name in ("attnworks", "sdpa")]
     result = measure(problem, providers, settings.protocol(flush=False, budget_seconds=2.0))
     own, other = result.records
@@ -240,6 +223,7 @@ SECTIONS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "memory": memory,
     "overhead": overhead,
     "import": import_time,
+    "scaling": cpu_scaling.scaling,
     "peers": peers,
 }
 
@@ -257,89 +241,8 @@ def _grid(settings: Settings, lengths: tuple[int, ...]) -> Iterator[tuple[str, s
                         yield name, dtype, head_dim, causal, length
 
 
-def _prefill_problem(dtype: str, head_dim: int, length: int, mask: Any, heads: int = 0, heads_kv: int = 0) -> Problem:
-    heads = heads or max(1, TOKENS // length)
-    return describe(
-        form="dense",
-        batch=1,
-        heads_q=heads,
-        heads_kv=heads_kv or heads,
-        seq_q=length,
-        seq_kv=length,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=DTYPES[dtype],
-        mask=mask,
-    )
-
-
-def _away(dtype: str) -> str:
-    """Why a bar is not meant for this machine."""
-    return NEEDS_BF16 if dtype == "bfloat16" and "avx512_bf16" not in cpu.isas() else ""
-
-
-def _backward_work(problem: Problem) -> float:
-    """FLOPs of the backward in those of the forward, which the records count."""
-    return problem.flops(backward=True) / problem.flops()
-
-
 def _stored(name: str, own: str) -> str:
     return name if own == "attnworks" else f"{name}, head-major"
-
-
-def _measure(problem: Problem, names: tuple[str, ...], protocol: Protocol) -> Result:
-    return measure(problem, [by_name(name) for name in names], protocol)
-
-
-def _measure_gradients(problem: Problem, names: tuple[str, ...], settings: Settings, forward: bool) -> Result:
-    cpu_probes.verify(problem, names)
-    providers = [cpu_probes.Differentiated(by_name(name), forward) for name in names]
-    return measure(problem, providers, settings.protocol(fewest_runs=3))
-
-
-def _best(result: Result, others: tuple[str, ...]) -> str:
-    timed = [record for record in result.records if record.provider in others]
-    return min(timed, key=lambda record: record.median).provider if timed else ""
-
-
-def _ratio_row(
-    section: str,
-    name: str,
-    result: Result,
-    other: str,
-    bar: float,
-    away: str = "",
-    provider: str = "attnworks",
-    work: float = 1.0,
-) -> Row:
-    """The ratio to one competitor. ``away``: why the bar is not meant for it. ``work``: FLOPs of what was timed, as a
-    multiple of the record's."""
-    own, theirs = result.record(provider), result.record(other)
-    if own is None or theirs is None:
-        reasons = result.failed | result.refused
-        missing = provider if own is None else other
-        passed = False if missing == provider else None
-        return Row(section, name, label(other), "-", f">= {bar}", passed, f"{missing}: {reasons[missing]}")
-    ratio: Ratio = own.ratio_to(theirs)
-    share = own.share_of_peak_flops
-    detail = [f"{own.median * 1e3:.3g} against {theirs.median * 1e3:.3g} ms, {len(own.seconds)} runs"]
-    if share is not None and section != "decode":
-        detail.append(f"{work * share:.0%} of FMA peak")
-    if not away and ratio.low < bar <= ratio.high:
-        detail.append("the bar lies within the noise")
-    if own.load["busy"]:
-        detail.append(f"others used {own.load['other_cores']} cores")
-    value = f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
-    passed = None if away else ratio.value >= bar
-    return Row(
-        section,
-        name,
-        label(other),
-        value,
-        f">= {bar}" if not away else "",
-        passed,
-        "; ".join([*detail, away]).rstrip("; "),
-    )
 
 
 def _bandwidth_row(name: str, result: Result, provider: str) -> Row:
@@ -376,7 +279,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", default="", help="only rows whose problem has this text in it (not: memory, tiny call)"
     )
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of all sections; scaling: the most (default: 2)")
+    parser.add_argument(
+        "--isa", choices=cpu.isas(), help="as if this were the best instruction set here (not: memory). See HOLDS_TORCH"
+    )
     parser.add_argument("--budget", type=float, help="seconds of timed runs for each problem (default: 2; quick: 1)")
     parser.add_argument("--quick", action="store_true", help="fewer sizes and runs")
     parser.add_argument("--json", action="store_true", help="JSON on stdout, progress on stderr")
@@ -398,8 +304,16 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     )
 
 
+def _hold_to(isa: str) -> None:
+    """From here on the backend, its plans, the ceilings and the tables know no better instruction set than ``isa``."""
+    known = cpu.isas()
+    cpu.isas = lambda: known[known.index(isa) :]
+
+
 def main() -> int:
     arguments = _arguments()
+    if arguments.isa:
+        _hold_to(arguments.isa)
     settings = _settings(arguments)
     torch.set_num_threads(settings.threads)
     header: dict[str, Any] = {
@@ -408,6 +322,7 @@ def main() -> int:
         "versions": environment.versions(),
         "commit": environment.commit(),
         "threads": settings.threads,
+        "torch_held_by": {name: os.environ[name] for name in HOLDS_TORCH if name in os.environ},
     }
     rows: list[Row] = []
     started = time.perf_counter()
@@ -436,9 +351,10 @@ def main() -> int:
 def _title(header: dict[str, Any]) -> tuple[str, str]:
     machine = header["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
+    held = "".join(f", torch with {name}={value}" for name, value in header["torch_held_by"].items())
     return f"CPU bars, {header['when']}", (
-        f"{machine['name']}, {header['threads']} threads, kernels {machine['isas'][0] if machine['isas'] else 'none'}; "
-        f"{versions}; commit {header['commit']}. Ratios are how many times as fast attnworks is: medians of "
+        f"{machine['name']}, {header['threads']} threads, kernels {machine['isas'][0] if machine['isas'] else 'none'}"
+        f"{held}; {versions}; commit {header['commit']}. Ratios are how many times as fast attnworks is: medians of "
         "interleaved runs, with a 99 % interval (`benchmarks/cpu.py`, protocol in `docs/benchmarking.md`)."
     )
 

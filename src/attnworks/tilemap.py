@@ -149,7 +149,7 @@ def build(
     pairs = torch.zeros((), dtype=torch.int64, device=device)
     for units, tiles in _blocks(spec, sizes):
         at_units, at_tiles = (torch.arange(x.start, x.stop, device=device) for x in (units, tiles))
-        counts = _visible(spec, operands, sizes, at_units[:, None], at_tiles).sum((-2, -1))
+        counts = visible(spec, operands, sizes, at_units[:, None], at_tiles).sum((-2, -1))
         pairs += counts.sum()
         full = counts == tile_q * tile_kv  # never so where the tile reaches past the queries or the keys
         states[units.start : units.stop, tiles.start : tiles.stop] = (counts > 0).to(torch.uint8) + full
@@ -215,10 +215,10 @@ def partly_visible(spec: MaskSpec, operands: tuple[Tensor, ...], found: TileMap)
     each = max(1, BLOCK // (found.tile_q * found.tile_kv))
     for first in range(0, tiles.numel(), each):
         part = slice(first, min(first + each, tiles.numel()))
-        yield part, _visible(spec, operands, found, units[part], tiles[part].long())
+        yield part, visible(spec, operands, found, units[part], tiles[part].long())
 
 
-def _visible(spec: MaskSpec, operands: tuple[Tensor, ...], sizes: Sizes, units: Tensor, tiles: Tensor) -> Tensor:
+def visible(spec: MaskSpec, operands: tuple[Tensor, ...], sizes: Sizes, units: Tensor, tiles: Tensor) -> Tensor:
     """Booleans (..., tile_q, tile_kv): the visible pairs of units and tiles, which are broadcast against each other."""
     units, tiles = units[..., None, None], tiles[..., None, None]
     head = units // sizes.tiles_q

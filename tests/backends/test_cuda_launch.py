@@ -179,8 +179,9 @@ def test_copies_of_packed_sequences_touch_their_own_rows_and_no_byte_outside_the
     k = whole[..., :dim]
     p = packed(randn(300, heads, dim), k, k, 200, 5)
     plan = plans.plan_for(p)
-    maps.Maps(p, plan).point_to(16, k.data_ptr(), k.data_ptr())
-    described, base = maps.describe(p, plan)[1], library.encoded[1][0]
+    all_described = maps.describe(p, plan, out=False)
+    maps.Maps(p, all_described).point_to(16, k.data_ptr(), k.data_ptr())
+    described, base = all_described[1], library.encoded[1][0]
     assert library.encoded[1][1:] == (described.sizes, described.strides, (64, plan.tile_kv, 1, 1, 1))
     storage = range(whole.data_ptr(), whole.data_ptr() + 2 * whole.numel())
     assert base in storage
@@ -206,8 +207,9 @@ def test_copies_of_dense_tensors_touch_no_byte_outside_of_them(library: Library,
     q, k, v = (randn(*shape) for _ in range(3))
     p = dense(q, k, v, layout)
     plan = plans.plan_for(p)
-    maps.Maps(p, plan).point_to(q.data_ptr(), k.data_ptr(), v.data_ptr())
-    described, base = maps.describe(p, plan)[1], library.encoded[1][0]
+    all_described = maps.describe(p, plan, out=False)
+    maps.Maps(p, all_described).point_to(q.data_ptr(), k.data_ptr(), v.data_ptr())
+    described, base = all_described[1], library.encoded[1][0]
     storage = range(k.data_ptr(), k.data_ptr() + 2 * k.numel())
     for key in range(0, 150, plan.tile_kv):
         w = SimpleNamespace(keys=150, batch=1)
@@ -220,6 +222,20 @@ def test_copies_of_dense_tensors_touch_no_byte_outside_of_them(library: Library,
                 assert found[0] == k[place].data_ptr() and found[-1] in storage and len(found) == 2 * 16
 
 
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_results_are_stored_where_they_belong_and_no_row_after_the_last(library: Library, layout: str) -> None:
+    q = randn(2, 3, 150, 80) if layout == "bhsd" else randn(2, 150, 3, 80)
+    p = dense(q, q, q, layout)
+    described = maps.describe(p, plans.plan_for(p), out=True)[3]
+    out = torch.empty(p.result_shapes()[0], dtype=bf16)
+    for row in range(0, 160, 16):
+        for at, found in enumerate(touched(described, out.data_ptr(), [64, row, 2, 1])):
+            assert (found is None) == (row + at >= 150)
+            if found is not None:
+                place = (1, 2, row + at, 64) if layout == "bhsd" else (1, row + at, 2, 64)
+                assert found[0] == out[place].data_ptr() and len(found) == 2 * 16
+
+
 @pytest.mark.parametrize(
     ("address_in", "any_address"), [("first", True), ("last", True), ("first, shifted", True), ("first", False)]
 )
@@ -227,15 +243,15 @@ def test_maps_point_to_each_call_s_tensors(library: Library, address_in: str, an
     """By writing the address where maps prove to begin with it, else by making them anew where it changed."""
     library.address_in, library.any_address = address_in, any_address
     p = dense(*(randn(1, 2, 8, 64) for _ in range(3)))
-    made = maps.Maps(p, plans.plan_for(p))
-    made.point_to(16, 32, 48)
+    made = maps.Maps(p, maps.describe(p, plans.plan_for(p), out=True))
+    made.point_to(16, 32, 48, 64)
     once = len(library.encoded)
-    for addresses in ((160, 32, 480), (160, 32, 480), (16, 32, 48)):
+    for addresses in ((160, 32, 480, 64), (160, 32, 480, 64), (16, 32, 48, 64)):
         made.point_to(*addresses)
         words = [list((ctypes.c_uint64 * 16).from_address(place)) for place in made.places]
         shift = 4 if "shifted" in address_in else 0
         assert tuple(x[15 if address_in == "last" else 0] << shift for x in words) == addresses
-    assert len(library.encoded) - once == (0 if address_in == "first" and any_address else 6)
+    assert len(library.encoded) - once == (0 if address_in == "first" and any_address else 8)
     assert all(place % 64 == 0 for place in made.places)
 
 
@@ -243,7 +259,7 @@ def test_a_map_that_the_driver_refuses_is_described(library: Library) -> None:
     p = dense(*(randn(1, 2, 8, 64) for _ in range(3)))
     library.cuTensorMapEncodeTiled.function = lambda *_: 1
     with pytest.raises(driver.DriverError, match=r"to mapping q: Description\(sizes=\(64, 8, 2, 1\)"):
-        maps.Maps(p, plans.plan_for(p)).point_to(16, 32, 48)
+        maps.Maps(p, maps.describe(p, plans.plan_for(p), out=False)).point_to(16, 32, 48)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -263,6 +279,8 @@ def test_a_launch_is_given_this_call_s_addresses(library: Library) -> None:
             assert (seen.params.out, seen.params.lse) == (out.data_ptr(), lse.data_ptr())
             assert seen.params.counter == 1000 + STREAM and seen.config.stream == STREAM
             assert seen.params.sink
+            assert run._arguments[4] == run._maps.places[3], "the results' map comes after the parameters"
+            assert ctypes.c_uint64.from_address(run._maps.places[3]).value == out.data_ptr()
     assert (out.shape, out.dtype, out.is_contiguous()) == ((1, 2, 300, 32), bf16, True)
     assert (lse.shape, lse.dtype, lse.is_contiguous()) == ((1, 2, 300), torch.float32, True)
     config, built = seen.config, plans.variant(p, plans.plan_for(p))
@@ -413,3 +431,25 @@ def test_counters_are_made_ready_before_a_capture_not_in_it(capturing: list[bool
     capturing.append(False)
     made.ready(), made.ready()
     assert len(made._chunks) == 1
+
+
+# ---- sections --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "heads_kv", "keys", "expected"),
+    [
+        (1, 64, 64, 16, plans.SECTION_HEADS),
+        (1, 16, 16, 8192, 8),  # 4 MiB a head
+        (1, 10, 10, 8192, 5),  # 8 would leave 2
+        (1, 7, 7, 32768, 2),  # 16 MiB a head: 2 and a last one of 1 are as good as it gets
+        (1, 12, 3, 65536, 4),  # more than a section has room for, still one KV head
+        (2, 64, 1, 1024, 64),  # a KV head with more query heads than a section is meant to have
+        (1, 2, 2, 16, 2),
+    ],
+)
+def test_a_section_has_heads_that_fit_and_leaves_none_lonely(
+    batch: int, heads: int, heads_kv: int, keys: int, expected: int
+) -> None:
+    q, k = torch.empty(batch, heads, 1, 128, dtype=bf16), torch.empty(batch, heads_kv, keys, 128, dtype=bf16)
+    assert plans.section(dense(q, k, k), 32 * 2**20) == expected

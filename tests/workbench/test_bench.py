@@ -134,6 +134,16 @@ def test_inputs_are_random_and_new() -> None:
         assert not torch.equal(one, other)
 
 
+def test_inputs_do_not_depend_on_the_number_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = problem(seq_q=3000, seq_kv=3000)
+    many = random_inputs(asked, torch.Generator().manual_seed(3))
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    alone = random_inputs(asked, torch.Generator().manual_seed(3))
+    assert all(torch.equal(one, other) for one, other in zip(many, alone, strict=True))
+    pieces = many.q.flatten().split(2**15)
+    assert len(pieces) > 2 and not torch.equal(pieces[0], pieces[1])
+
+
 def test_a_wrong_kernel_is_not_timed() -> None:
     result = measure(problem(), [Spy("right", []), Wrong("zeros", torch.zeros_like)], SHORT)
     assert [record.provider for record in result.records] == ["right"]

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from attnworks import Causal, Plan
 from attnworks.backends import cpu
 from attnworks.hardware import load
-from attnworks.workbench import bench, casestudy
+from attnworks.workbench import bench, casestudy, tile_sweep
 from attnworks.workbench.cli import main
 from attnworks.workbench.history import History
 from attnworks.workbench.providers import describe
@@ -68,6 +68,18 @@ def test_what_a_t4_would_take_is_predicted_and_what_does_not_fit_is_rejected():
     visiting, skipping, first = (row.shares for row in rows[2:])
     assert 1.9 < visiting[0] / skipping[0] < 2 and visiting[1] > skipping[1] >= first[1]
     assert (rows[4].step.plan.tile_q, rows[4].step.plan.tile_kv) == (64, 32)
+
+
+def test_on_a_gpu_nothing_is_compiled_to_find_what_does_not_fit(monkeypatch):
+    from attnworks.backends import triton
+
+    monkeypatch.setattr(casestudy, "detect", lambda device: load("h200-sxm"))
+    monkeypatch.setattr(tile_sweep, "compile_all", lambda *_: pytest.fail("compiled"))
+    own = Plan("cuda", "q_outer", 128, 128, warps=12, stages=2)
+    asked = [step.plan for step in casestudy.steps("triton", last=own) if step.plan]
+    why = casestudy._rejected(problem(), asked, triton, own)
+    assert why[asked[0]] == ("262144 bytes of shared memory, the card gives a program 232448",)
+    assert not any(why[plan] for plan in asked[1:])
 
 
 def test_a_dtype_that_a_card_has_no_rate_for_is_not_guessed():

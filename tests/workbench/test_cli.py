@@ -294,3 +294,16 @@ def test_a_table_too_wide_for_the_terminal_comes_in_parts(width: int, monkeypatc
         assert row.startswith("one kernel")
         end = header.index(f"column {n}") + len(f"column {n}")
         assert row[:end].endswith(f"value {n}")
+
+
+def test_progress_that_nobody_watches_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: now[0])
+    with output.progress() as report:
+        for done in range(25):
+            report("timing", done, 25)
+            now[0] += 1.0
+    said = capsys.readouterr()
+    assert said.err == "timing 10/25\ntiming 20/25\n" and said.out == ""

@@ -19,15 +19,15 @@ from attnworks.workbench.providers import Attnworks, describe
 
 SIZES = {"form": "dense", "batch": 1, "heads_q": 2, "heads_kv": 2, "seq_q": 64, "seq_kv": 64, "head_dim": 16}
 PROBLEM = replace(describe(**SIZES, head_dim_v=16, dtype=torch.float16), device="cuda:0")
-FIRST = dict(zip(METRICS, (1_000_000, 250_000, 4_000_000, 30_000, 20e-6, 50.0, 12), strict=True))
-SECOND = dict(zip(METRICS, (500_000, 0, 1_000_000, 10_000, 5e-6, 10.0, 0), strict=True))
+FIRST = dict(zip(METRICS, (1_000_000, 250_000, 4_000_000, 30_000, 20e-6, 50.0, 12, 100), strict=True))
+SECOND = dict(zip(METRICS, (500_000, 0, 1_000_000, 10_000, 5e-6, 10.0, 0, 20), strict=True))
 
 
 def test_kernels_of_a_call_are_added_up() -> None:
     found = Counted.of([Kernel("scores", FIRST), Kernel("out", SECOND)])
     assert found.kernels == ("scores", "out")
     assert (found.dram_read_bytes, found.dram_written_bytes, found.dram_bytes) == (1_500_000, 250_000, 1_750_000)
-    assert (found.l2_bytes, found.cycles, found.bank_conflicts) == (5_000_000, 40_000, 12)
+    assert (found.l2_bytes, found.cycles, found.bank_conflicts, found.shared_turns) == (5_000_000, 40_000, 12, 120)
     assert found.seconds == pytest.approx(25e-6)
     assert found.tensor_share == pytest.approx(0.4), "weighed by cycles"
     assert found.to_json()["dram_bytes"] == 1_750_000
@@ -82,5 +82,5 @@ def test_what_the_profiler_says_is_passed_on() -> None:
 
     with pytest.raises(ProfilerError, match="ERR_NVGPUCTRPERM"):
         count("sdpa", PROBLEM, profiler=refuse)
-    with pytest.raises(ProfilerError, match="CPU"):
+    with pytest.raises(ValueError, match="was on the CPU, must be on a GPU"):
         count("sdpa", replace(PROBLEM, device="cpu"))

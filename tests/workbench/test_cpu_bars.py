@@ -32,24 +32,24 @@ def result(ratio: float, noise: float = 0.0) -> Result:
 
 
 def test_bars_hold_or_fail(bars: Any) -> None:
-    assert bars._ratio_row("prefill", "p", result(1.3), "sdpa", 1.15).passed is True
-    assert bars._ratio_row("prefill", "p", result(1.1), "sdpa", 1.15).passed is False
-    other = bars._ratio_row("prefill", "p", result(1.1), "sdpa", 1.15, "meant for another CPU")
+    assert bars.ratio_row("prefill", "p", result(1.3), "sdpa", 1.15).passed is True
+    assert bars.ratio_row("prefill", "p", result(1.1), "sdpa", 1.15).passed is False
+    other = bars.ratio_row("prefill", "p", result(1.1), "sdpa", 1.15, "meant for another CPU")
     assert other.passed is None
     assert "meant for another CPU" in other.detail
 
 
 def test_a_bar_within_the_noise_is_marked(bars: Any) -> None:
-    assert "within the noise" in bars._ratio_row("prefill", "p", result(1.15, 0.1), "sdpa", 1.15).detail
-    assert "within the noise" not in bars._ratio_row("prefill", "p", result(1.5, 0.1), "sdpa", 1.15).detail
+    assert "within the noise" in bars.ratio_row("prefill", "p", result(1.15, 0.1), "sdpa", 1.15).detail
+    assert "within the noise" not in bars.ratio_row("prefill", "p", result(1.5, 0.1), "sdpa", 1.15).detail
 
 
 def test_a_kernel_of_ours_that_fails_its_check_fails_the_bar(bars: Any) -> None:
-    peer_failed = bars._ratio_row("prefill", "p", result(2.0), "standard", 1.15)
+    peer_failed = bars.ratio_row("prefill", "p", result(2.0), "standard", 1.15)
     assert peer_failed.passed is None
     assert "wrong" in peer_failed.detail
     ours_failed = Result(result(2.0).records[1:], failed={"attnworks": "wrong"})
-    assert bars._ratio_row("prefill", "p", ours_failed, "sdpa", 1.15).passed is False
+    assert bars.ratio_row("prefill", "p", ours_failed, "sdpa", 1.15).passed is False
 
 
 def test_bandwidth_and_memory_bars(bars: Any) -> None:
@@ -57,6 +57,22 @@ def test_bandwidth_and_memory_bars(bars: Any) -> None:
     assert bars._memory_row("m", "attnworks", 2 * bars.MIB, bars.MEMORY_BAR).passed is True
     assert bars._memory_row("m", "attnworks", 65 * bars.MIB, bars.MEMORY_BAR).passed is False
     assert bars._memory_row("m", "standard", 65 * bars.MIB, None).passed is None
+
+
+def test_scaling_goes_through_the_powers_of_two(bars: Any) -> None:
+    assert [bars.cpu_scaling.thread_counts(most) for most in (1, 2, 6, 16)] == [
+        [1],
+        [1, 2],
+        [1, 2, 4, 6],
+        [1, 2, 4, 8, 16],
+    ]
+
+
+def test_scaling_compares_each_with_itself_on_one_thread(bars: Any) -> None:
+    alone: dict[str, float] = {}
+    assert bars.cpu_scaling._told(result(3.0), "sdpa", 1, alone) == ""
+    faster = Result(tuple(replace(record, seconds=(0.5,) * 20) for record in result(3.0).records))
+    assert bars.cpu_scaling._told(faster, "sdpa", 4, alone) == "; 2.00 and 6.00 times as fast as on 1 thread"
 
 
 def test_one_section_for_real(bars: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from collections import OrderedDict
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 from attnworks import hardware
 from attnworks.masks import Causal, Window
 from attnworks.plan import Plan
-from attnworks.workbench import levels, loops, profile, schedules
+from attnworks.workbench import levels, loops, papers, profile, schedules
 from attnworks.workbench.cli import main
 from attnworks.workbench.levels import Measured, compared, measured_from
 from attnworks.workbench.providers import describe
@@ -32,7 +33,7 @@ def problem(seq=2048, *, heads_q=16, heads_kv=16, batch=2, mask=None, head_dim=1
 
 def everything(p):
     """Every schedule that has a name, and every plan of the backends, forward and backward."""
-    found = [*schedules.FORWARD.values(), *schedules.BACKWARD.values()]
+    found = [*papers.FORWARD.values(), *papers.BACKWARD.values()]
     found += [schedules.named(name, p, H200) for name in ("triton", "cuda")]
     found.append(schedules.of_plan(p, Plan("triton", "kv_outer", 64, 128)))
     found.append(schedules.of_plan(p, Plan("triton", "standard", 128, 64)))
@@ -69,8 +70,8 @@ def test_an_endless_cache_leaves_what_must_move():
 def test_no_cache_is_the_bill_of_the_papers():
     p = problem(mask=Causal())
     for name in ("kv_outer", "q_outer"):
-        found = levels.levels(p, schedules.FORWARD[name], replace(H200, shared_cache_bytes=None, units=1, kind="cpu"))
-        assert found.cache == sum(moved.loaded + moved.stored for moved in loops.count(p, schedules.FORWARD[name]))
+        found = levels.levels(p, papers.FORWARD[name], replace(H200, shared_cache_bytes=None, units=1, kind="cpu"))
+        assert found.cache == sum(moved.loaded + moved.stored for moved in loops.count(p, papers.FORWARD[name]))
     # One program at a time shares with nobody.
     assert found.read + found.written == found.cache
 
@@ -124,7 +125,7 @@ def test_reads_are_those_of_a_simulated_cache(heads_kv, mask, cache_kib):
     """Within a tenth where what is read again fits, or without a mask, by which programs fall out of step: there the
     model is no more than a tenth too low and may be on the safe side."""
     p = problem(1024, heads_q=8, heads_kv=heads_kv, batch=1, head_dim=64, mask=mask)
-    schedule = schedules.Q_OUTER.with_tiles(64, 64)
+    schedule = papers.Q_OUTER.with_tiles(64, 64)
     machine = replace(H200, units=8, on_chip_bytes=1, shared_cache_bytes=cache_kib * 1024)
     found = levels.levels(p, schedule, machine)
     true = simulated(p, schedule, machine, 8)
@@ -145,12 +146,12 @@ def test_the_bound_is_named():
     assert (found.bound, found.idle) == ("products", 0)
     assert found.seconds == pytest.approx(wide.flops() / 9.89e14)
     few = problem(heads_q=1, heads_kv=1, batch=1, seq=16384)
-    found = levels.levels(few, schedules.KV_OUTER, H200)
+    found = levels.levels(few, papers.KV_OUTER, H200)
     assert found.bound == "idle units"
     assert found.seconds == pytest.approx(132 * few.flops() / 9.89e14), "one head is one program"
     decode = problem(32768, form="decode", seq_q=1)
     assert levels.levels(decode, schedules.named("triton", decode, H200), H200).bound == "slow memory"
-    unknown = levels.levels(few, schedules.KV_OUTER, replace(H200, bandwidth=None))
+    unknown = levels.levels(few, papers.KV_OUTER, replace(H200, bandwidth=None))
     assert (unknown.seconds, unknown.bound) == (None, "")
 
 
@@ -201,6 +202,8 @@ def test_the_command_shows_levels_and_errors(tmp_path):
     assert [row["error"] for row in found["compared"][:3]] == [0, 0, 0]
     ran = CliRunner().invoke(main, asked)
     assert ran.exit_code == 0 and "+0.0 %" in ran.output and "re-reads from the cache" in ran.output
+    ran = CliRunner().invoke(main, ["traffic", "--schedule", "triton", "--machine", "t4", "--head-dim", "256"])
+    assert ran.exit_code == 1 and "bytes of shared memory, the card has 65536" in ran.output
     ran = CliRunner().invoke(main, ["traffic", "--schedule", "cuda", "--machine", "t4"])
     assert ran.exit_code == 1 and "compute capability 9.0" in ran.output
     ran = CliRunner().invoke(main, ["traffic", "--backward"])
@@ -208,3 +211,26 @@ def test_the_command_shows_levels_and_errors(tmp_path):
     file.write_text("{")
     ran = CliRunner().invoke(main, asked)
     assert ran.exit_code == 2 and "no JSON" in ran.output
+
+
+def test_the_command_counts_what_a_mask_shows_and_packed_lengths():
+    blocks = f"{Path(__file__).parents[2] / 'examples' / 'own_mask.py'}:BLOCKS"
+
+    def told(*options):
+        ran = CliRunner().invoke(main, ["traffic", "--machine", "h200-sxm", "--seq", "2048", *options, "--json"])
+        assert ran.exit_code == 0, ran.output
+        return json.loads(ran.output)["schedules"]
+
+    (whole,), (sparse,) = told("--schedule", "triton"), told("--schedule", "triton", "--mask", blocks)
+    assert 0.2 < sparse["flops"] / whole["flops"] < 0.3
+    assert sparse["seconds"] < whole["seconds"] and sparse["read"] <= whole["read"] + 1024
+    bills = {one["schedule"]: one for one in told("--mask", blocks, "--tile-q", "128", "--tile-kv", "128")}
+    assert bills["q_outer"]["executed_flops"] == sparse["flops"] == bills["q_outer"]["flops"], "blocks of 128 are whole"
+    assert bills["standard"]["executed_flops"] == whole["flops"]
+    asked = ["traffic", "--machine", "h200-sxm", "--schedule", "triton", "--lengths", "1024,1024"]
+    packed = json.loads(CliRunner().invoke(main, [*asked, "--json"]).output)["schedules"][0]
+    assert "packed" in CliRunner().invoke(main, asked).output
+    alone = told("--schedule", "triton", "--seq", "1024", "--batch", "2")[0]
+    assert (packed["flops"], packed["cache"]) == (alone["flops"], alone["cache"])
+    ran = CliRunner().invoke(main, ["traffic", "--decode", "--lengths", "9,2000", "--mask", blocks])
+    assert ran.exit_code == 0 and "no tile map" in ran.output

@@ -13,7 +13,7 @@ import torch
 from attnworks import hardware, traffic
 from attnworks.masks import Causal, Window
 from attnworks.plan import Plan
-from attnworks.workbench import loops, schedules
+from attnworks.workbench import loops, papers, schedules
 from attnworks.workbench.loops import Array, Pass, Schedule, count, grid_of, walk
 from attnworks.workbench.providers import describe
 
@@ -60,7 +60,7 @@ def every(masks=MASKS):
 @pytest.mark.parametrize("name", traffic.SCHEDULES)
 def test_the_bill_is_what_is_walked_and_counted(name):
     for p, (tile_q, tile_kv) in every(UNSEEN if name == "standard" else MASKS):
-        schedule = schedules.FORWARD[name].with_tiles(tile_q, tile_kv)
+        schedule = papers.FORWARD[name].with_tiles(tile_q, tile_kv)
         bill = traffic.estimate(p, name, tile_q, tile_kv)
         expected = +Counter({part: getattr(bill, part) for part in PARTS})
         assert walked(p, schedule) == counted(p, schedule) == expected, (p, tile_q, tile_kv)
@@ -70,7 +70,7 @@ def test_the_bill_is_what_is_walked_and_counted(name):
 @pytest.mark.parametrize("name", traffic.SCHEDULES)
 def test_the_backward_counts_what_is_walked(name):
     for p, tiles in every(UNSEEN if name == "standard" else MASKS):
-        schedule = schedules.BACKWARD[name].with_tiles(*tiles)
+        schedule = papers.BACKWARD[name].with_tiles(*tiles)
         assert walked(p, schedule) == counted(p, schedule), (p, tiles)
 
 
@@ -110,7 +110,7 @@ def fa2_backward(p, tile_q, tile_kv):
 
 def test_fa2_backward_is_the_papers_algorithm():
     for p, tiles in every():
-        found = counted(p, schedules.Q_OUTER_BACKWARD.with_tiles(*tiles))
+        found = counted(p, papers.Q_OUTER_BACKWARD.with_tiles(*tiles))
         total, state = fa2_backward(p, *tiles)
         assert found["state"] == state
         assert found.total() - found["state"] == total, (p, tiles)
@@ -118,7 +118,7 @@ def test_fa2_backward_is_the_papers_algorithm():
 
 def test_standard_backward_moves_seven_matrices_and_no_input_twice():
     p = problem(seq_q=64, seq_kv=64, heads_q=2, heads_kv=2, batch=1)
-    found = counted(p, schedules.STANDARD_BACKWARD)
+    found = counted(p, papers.STANDARD_BACKWARD)
     assert found["scores_and_probs"] == 7 * 2 * 64 * 64 * 2  # P twice, dP written and read, dS written and read twice
     assert found["q"] == 2 * 64 * (8 + 2 * 4) * 2  # Q; dO for dV and for dP
     assert found["kv"] == 2 * 64 * (8 + 4) * 2
@@ -127,7 +127,7 @@ def test_standard_backward_moves_seven_matrices_and_no_input_twice():
 
 def test_recomputation_costs_a_fifth_product():
     p = problem(seq_q=64, seq_kv=64)
-    stored, again = (loops.executed_flops(p, one) for one in (schedules.STANDARD_BACKWARD, schedules.Q_OUTER_BACKWARD))
+    stored, again = (loops.executed_flops(p, one) for one in (papers.STANDARD_BACKWARD, papers.Q_OUTER_BACKWARD))
     assert again == p.flops(backward=True)
     assert again - stored == 2 * 2 * 6 * 64 * 64 * 8
 
@@ -245,7 +245,7 @@ def test_a_schedule_of_ones_own_is_read_from_a_file(tmp_path):
     file.write_text(OWN)
     found = schedules.from_file(f"{file}:MINE")
     p = problem(40, 72, mask=Causal())
-    assert counted(p, found) == counted(p, schedules.Q_OUTER.with_tiles(16, 8))
+    assert counted(p, found) == counted(p, papers.Q_OUTER.with_tiles(16, 8))
     with pytest.raises(ValueError, match="YOURS"):
         schedules.from_file(f"{file}:YOURS")
     with pytest.raises(ValueError, match=r"FILE\.py:NAME"):
@@ -270,9 +270,9 @@ def test_what_cannot_be_is_named(make, word):
 def test_the_examples_are_what_they_say():
     forward, backward = (schedules.from_file(f"{EXAMPLE}:{name}") for name in ("PAIRED", "KV_FIRST"))
     p = problem(300, 290, mask=Causal())
-    assert counted(p, forward) == counted(p, schedules.Q_OUTER.with_tiles(256, 128))
+    assert counted(p, forward) == counted(p, papers.Q_OUTER.with_tiles(256, 128))
     assert walked(p, backward) == counted(p, backward)
-    assert loops.executed_flops(p, backward) > loops.executed_flops(p, schedules.Q_OUTER_BACKWARD.with_tiles(64, 128))
+    assert loops.executed_flops(p, backward) > loops.executed_flops(p, papers.Q_OUTER_BACKWARD.with_tiles(64, 128))
 
 
 def test_arrays_of_ones_own_are_counted():

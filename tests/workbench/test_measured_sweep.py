@@ -16,7 +16,7 @@ import attnworks
 from attnworks import Plan, dispatch, tuned
 from attnworks.backends import cpu
 from attnworks.hardware import detect
-from attnworks.workbench import bench, measured_sweep
+from attnworks.workbench import bench, counters, measured_sweep, profile
 from attnworks.workbench.cli import heat, main
 from attnworks.workbench.history import History
 from attnworks.workbench.measured_sweep import Grid, words
@@ -139,10 +139,10 @@ def test_tiles_that_the_kernel_would_cut_are_rejected_before_anything_runs():
         Plan("cpu", "tiled", rows, keys, isa=cpu.isas()[0]) for rows, keys in ((1024, 512), (1025, 512), (64, 513))
     ]
     small = replace(detect(), shared_cache_bytes=1 << 16)
-    found = measured_sweep.reasons(problem(), plans, cpu, detect(), 1, lambda *_: None)
+    found = measured_sweep.reasons(problem(), plans, cpu, detect())
     assert [len(why) for why in found.values()] == [0, 1, 1]
     assert found[plans[1]] == ("tile_q 1025: the kernel cuts it to 1024",)
-    (why,) = measured_sweep.reasons(problem(), plans[:1], cpu, small, 1, lambda *_: None)[plans[0]]
+    (why,) = measured_sweep.reasons(problem(), plans[:1], cpu, small)[plans[0]]
     assert why.endswith("bytes of scratch for each of 2 threads, the last cache has 65536")
 
 
@@ -221,3 +221,51 @@ def test_heat_maps_mark_the_choice_the_rejected_and_what_has_not_run(scripted, t
     assert any("tile_kv 600: the kernel cuts it to 512" in line for line in lines)
     assert any("1.00*" in line for line in lines)
     assert lines[-1].startswith("Fastest: 32 x 64, 400 ms, 2.50 (")
+
+
+# ---- what a profiler counts of the finalists -------------------------------------------------------------------------
+
+NAMES = ("ID", "Kernel Name", *counters.METRICS)
+UNITS = ("", "", "byte", "byte", "byte", "cycle", "nsecond", "%", "", "")
+
+
+def in_csv(conflicts):
+    """What ncu writes of a kernel with so many bank conflicts."""
+    row = ("0", "forward", "1,048,576", "262,144", "4,194,304", "2,500,000", "40,000", "55.5", conflicts, "1,000,000")
+    return "\n".join(",".join(f'"{cell}"' for cell in line) for line in (NAMES, UNITS, row))
+
+
+def test_bank_conflicts_of_the_finalists_stand_in_the_table(scripted, tmp_path, monkeypatch, capsys):
+    found = replace(sweep(History(tmp_path / "h.db")), problem=replace(problem(), device="cuda:0"))
+    asked = []
+
+    def counted(provider, posed):
+        asked.append(provider.name)
+        return counters.Counted.of(profile.parse(in_csv("250,000" if provider.name == "32 x 64" else "n/a")))
+
+    monkeypatch.setattr(counters, "count", counted)
+    monkeypatch.setenv("COLUMNS", "200")
+    profiled = measured_sweep.profiled(found)
+    finalists = [words(one.plan) for one in profiled.standings if one.final]
+    assert asked == finalists and len(finalists) == 4
+    heat.print_found("title", profiled)
+    lines = capsys.readouterr().out.splitlines()
+    names = ("finalist", "32 x 64", "64 x 16")
+    rows = {name: next(line for line in lines if line.startswith(name)) for name in names}
+    assert "bank conflicts" in rows["finalist"]
+    assert rows["32 x 64"].split()[-2:] == ["2.5e+05", "(25%)"] and "1.25 MiB" in rows["32 x 64"]
+    assert rows["64 x 16"].split()[-1] == "-", "unknown is not 0"
+    told = {words(Plan(**one["plan"])): one["profile"] for one in profiled.to_json()["candidates"]}
+    assert told["32 x 64"]["bank_conflicts"] == 250_000 and told["32 x 64"]["shared_turns"] == 1_000_000
+    assert told["64 x 64"] is None or "64 x 64" in finalists
+
+
+def test_why_nothing_was_counted_is_said_once(scripted, tmp_path, monkeypatch, capsys):
+    def refused(*_):
+        raise profile.ProfilerError("no counters here")
+
+    monkeypatch.setattr(counters.perf_events, "count", refused)
+    profiled = measured_sweep.profiled(sweep(History(tmp_path / "h.db")))
+    heat.print_found("title", profiled)
+    out = capsys.readouterr().out
+    assert out.count("no profile: no counters here") == 1 and "finalist" not in out

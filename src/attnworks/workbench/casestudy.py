@@ -155,9 +155,13 @@ def _provider(step: Step) -> Provider:
 
 
 def _rejected(problem: Problem, asked: Sequence[Plan], backend: Backend, own: Plan) -> dict[Plan, tuple[str, ...]]:
-    """Why a plan would be no good; the backend's own choice runs, and may be another backend's."""
-    plans = [plan for plan in asked if plan != own]
-    found = measured_sweep.reasons(problem, plans, backend, detect(problem.device), 1, lambda *_: None)
+    """Why a plan would be no good; the backend's own choice runs, and may be another backend's. Of a GPU by what a
+    plan declares, as on the cards that are predicted: what only the compiler can tell shows when the step is run."""
+    plans, machine = [plan for plan in asked if plan != own], detect(problem.device)
+    found = measured_sweep.reasons(problem, plans, backend, machine, compiled=False)
+    if machine.block_bytes:  # as a GPU has them
+        said = {plan: porting.why_not(problem, plan, machine) for plan in plans if not found[plan]}
+        found |= {plan: (why,) for plan, why in said.items() if why}
     return found | {own: ()}
 
 
@@ -180,7 +184,7 @@ def profile(problem: Problem) -> Profile:
     with torch.no_grad():
         run()
         activities = [torch.profiler.ProfilerActivity.CUDA if gpu else torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities) as seen:
+        with torch.profiler.profile(activities=activities, acc_events=True) as seen:
             run()
             if gpu:
                 torch.cuda.synchronize(problem.device)

@@ -12,19 +12,27 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from attnworks.problem import Problem
-from attnworks.workbench import profile
+from attnworks.workbench import perf_events, profile
 from attnworks.workbench.profile import Kernel, ProfilerError, total
 from attnworks.workbench.providers import Provider, by_name, random_inputs
+from attnworks.workbench.records import Record
 
 WARM_UPS = 3
-METRICS = (*profile.BYTES, profile.CYCLES, profile.SECONDS, profile.TENSOR_SHARE, profile.BANK_CONFLICTS)
+METRICS = (
+    *profile.BYTES,
+    profile.CYCLES,
+    profile.SECONDS,
+    profile.TENSOR_SHARE,
+    profile.BANK_CONFLICTS,
+    profile.WAVEFRONTS,
+)
 
 Profiler = Callable[..., list[Kernel]]
 
@@ -34,7 +42,7 @@ class Counted:
     """Of one call: sums over its ``kernels``, in order; None for what this GPU's profiler doesn't count.
 
     ``tensor_share``: of the cycles, in which the tensor cores worked; of all kernels, by their cycles.
-    ``bank_conflicts``: of shared memory, in cycles."""
+    ``bank_conflicts``: of shared memory, in its turns (wavefronts), and ``shared_turns``: all of them."""
 
     kernels: tuple[str, ...]
     dram_read_bytes: float | None
@@ -44,6 +52,7 @@ class Counted:
     seconds: float | None
     tensor_share: float | None
     bank_conflicts: float | None
+    shared_turns: float | None
 
     @classmethod
     def of(cls, kernels: Sequence[Kernel]) -> Counted:
@@ -60,6 +69,7 @@ class Counted:
             seconds=total(kernels, profile.SECONDS),
             tensor_share=tensor,
             bank_conflicts=total(kernels, profile.BANK_CONFLICTS),
+            shared_turns=total(kernels, profile.WAVEFRONTS),
         )
 
     @property
@@ -76,7 +86,7 @@ def count(provider: str | Provider, problem: Problem, seed: int = 0, profiler: P
     """One call of a provider, named as in ``providers.by_name`` or one that can be pickled, on a problem that is on a
     GPU. A counter that ncu does not know there is left out. Raises ``ProfilerError``."""
     if problem.device == "cpu":
-        raise ProfilerError("counters of a CPU are not read")
+        raise ValueError("problem: was on the CPU, must be on a GPU (perf_events.count reads a CPU's counters)")
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job"
         job.write_bytes(pickle.dumps((provider, problem, seed)))
@@ -84,6 +94,19 @@ def count(provider: str | Provider, problem: Problem, seed: int = 0, profiler: P
         # The other process finds what this one does, wherever it was found.
         env = os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path or os.getcwd() for path in sys.path))}
         return Counted.of(_known(METRICS, lambda metrics: profiler(command, metrics, cache_control="all", env=env)))
+
+
+def with_profile(problem: Problem, record: Record, provider: Provider) -> Record:
+    """The record with what the device's profiler counted, or a note why it did not."""
+    try:
+        if problem.device == "cpu":
+            counted = perf_events.count(provider, problem, record.conditions.get("threads")).to_json()
+        else:
+            counted = count(provider, problem).to_json()
+    except ProfilerError as error:
+        whose = "" if problem.device == "cpu" else f" of {record.provider}"  # a CPU refuses all alike
+        return replace(record, notes=(*record.notes, f"no profile{whose}: {error}"))
+    return replace(record, profile=counted)
 
 
 def _known(metrics: tuple[str, ...], run: Callable[[tuple[str, ...]], list[Kernel]]) -> list[Kernel]:

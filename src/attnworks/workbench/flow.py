@@ -10,16 +10,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from attnworks import masks
+from attnworks import masks, tilemap
+from attnworks.masks import Bounds
 from attnworks.problem import Problem
-from attnworks.traffic import visible_range
-from attnworks.workbench import loops, schedules
-from attnworks.workbench.loops import Grid, Pass, Schedule, Step
+from attnworks.tilemap import Sizes
+from attnworks.traffic import Lengths, default_lengths, visible_range
+from attnworks.workbench import loops, papers
+from attnworks.workbench.grid import Grid, Maps
+from attnworks.workbench.loops import Pass, Schedule, Step
 
 MOST_TILES = 128  # on a side of the grid: more would be too small to see
 PARTS = {
@@ -51,24 +56,48 @@ def render(told: dict[str, Any]) -> str:
     return engine.from_string(text).render(story=told)
 
 
-def story(p: Problem, asked: Sequence[Schedule]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Shown:
+    """What is stepped through: ``p`` is one sequence, or packed ones of ``lengths``; ``maps`` say what a mask hides
+    beyond closed bounds."""
+
+    p: Problem
+    lengths: Lengths | None
+    maps: Maps | None
+
+
+def story(
+    p: Problem, asked: Sequence[Schedule], *, lengths: Lengths | None = None, maps: Maps | None = None
+) -> dict[str, Any]:
     """What the page shows, JSON-ready: the problem in words, and for each schedule its grids, passes, steps and bytes.
 
-    One query head of one sequence is stepped through; ``all_bytes`` counts every one. Raises ``ValueError`` for a
-    problem whose grid has more than ``MOST_TILES`` tiles on a side.
+    One query head is stepped through, of one sequence (the longest) or of all packed ones; ``all_bytes`` counts every
+    head and sequence. ``lengths``: (seq_q, seq_kv) of each sequence of a packed or cached problem, by default as
+    ``traffic.default_lengths`` has them. Raises ``ValueError`` for a problem whose grid has more than ``MOST_TILES``
+    tiles on a side.
     """
-    for schedule in asked:
-        for one in schedule.passes:
-            _check_size(p, schedule, one)
+    lengths = default_lengths(p) if lengths is None else lengths
+    longest = max(lengths, key=lambda one: one[::-1], default=(p.seq_q, p.seq_kv))
+    one = p if p.form == "varlen" else replace(p, seq_q=longest[0], seq_kv=longest[1])
+    shown = _Shown(one, lengths if p.form == "varlen" else None, maps)
     return {
-        "problem": _in_words(p),
+        "problem": _in_words(p, lengths),
+        "stepped": _stepped(p, asked, lengths),
         "mask": masks.describe(p.mask),
-        "heads": p.batch * p.heads_q,
-        "group": p.group,
         "backward": any(schedule.backward for schedule in asked),
         "parts": PARTS,
-        "schedules": [_schedule(p, schedule) for schedule in asked],
+        "schedules": [
+            _schedule(shown, schedule) | {"all_bytes": _all_bytes(p, schedule, lengths, maps)} for schedule in asked
+        ],
     }
+
+
+def _all_bytes(p: Problem, schedule: Schedule, lengths: Lengths, maps: Maps | None) -> int:
+    total = 0
+    for (seq_q, seq_kv), sequences in Counter(lengths).items():
+        moved = loops.count(replace(p, batch=sequences, seq_q=seq_q, seq_kv=seq_kv), schedule, maps)
+        total += sum(one.loaded + one.stored for one in moved)
+    return total
 
 
 def totals(steps: Iterable[Step]) -> Counter[str]:
@@ -80,43 +109,68 @@ def totals(steps: Iterable[Step]) -> Counter[str]:
     return found
 
 
-def _check_size(p: Problem, schedule: Schedule, one: Pass) -> None:
-    for name, length in (("tile_q", p.seq_q), ("tile_kv", p.seq_kv)):
-        tile = getattr(one, name) or getattr(schedule, name)
-        if -(-length // tile) > MOST_TILES:
+def _check_size(grid: Grid, tile_q: int, tile_kv: int) -> None:
+    for name, tile, parts in (("tile_q", tile_q, grid.rows), ("tile_kv", tile_kv, grid.keys)):
+        if len(parts) > MOST_TILES:
+            length = int(parts.sum())
             raise ValueError(
-                f"{name}: was {tile}, which makes {-(-length // tile)} tiles of {length} rows, must be at least "
+                f"{name}: was {tile}, which makes {len(parts)} tiles of {length} rows, must be at least "
                 f"{-(-length // MOST_TILES)} for {MOST_TILES} tiles to be drawn"
             )
 
 
-def _in_words(p: Problem) -> str:
+def _in_words(p: Problem, lengths: Lengths) -> str:
     keys = f" × {p.seq_kv}" if p.seq_kv != p.seq_q else ""
+    sizes = f"N = {p.seq_q}{keys}"
+    if p.form == "varlen":
+        each = ", ".join(f"{q}" if q == kv else f"{q} × {kv}" for q, kv in lengths)
+        sizes = f"{len(lengths)} packed sequence{'s' if len(lengths) > 1 else ''}, N = {each}"
+    elif p.form == "decode":
+        held = sorted({kv for _, kv in lengths})
+        keys = f"{held[0]}" if len(held) == 1 else f"{held[0]} to {held[-1]}"
+        sizes = f"decode: {p.seq_q} quer{'y' if p.seq_q == 1 else 'ies'} on caches of {keys} keys"
     count = f"{p.heads_q} head{'s' if p.heads_q > 1 else ''}"
-    heads = count if p.group == 1 else f"{count} on {p.heads_kv} KV heads"
+    heads = count if p.group == 1 else f"{count} on {p.heads_kv} KV head{'s' if p.heads_kv > 1 else ''}"
     dims = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"{p.head_dim} and {p.head_dim_v}"
     dtype = str(p.dtype).removeprefix("torch.")
-    return f"N = {p.seq_q}{keys}, head_dim {dims}, {dtype}, batch {p.batch}, {heads}, mask: {masks.describe(p.mask)}"
+    batch = "" if p.form == "varlen" else f"batch {p.batch}, "
+    return f"{sizes}, head_dim {dims}, {dtype}, {batch}{heads}, mask: {masks.describe(p.mask)}"
 
 
-def _schedule(p: Problem, schedule: Schedule) -> dict[str, Any]:
-    labels = schedules.BACKWARD_LABELS if schedule.backward else schedules.LABELS
-    steps = list(loops.walk(p, schedule))
-    moved = loops.count(p, schedule)
-    used = {name for one in schedule.passes for name in _arrays_of(one)}
+def _stepped(p: Problem, asked: Sequence[Schedule], lengths: Lengths) -> str:
+    """Which of the heads and sequences are stepped through, where there are several."""
+    packed, together = p.form == "varlen", any(one.together for schedule in asked for one in schedule.passes)
+    heads = p.heads_q if packed else p.batch * p.heads_q
+    said = []
+    if heads > 1:
+        where = " of the longest sequence" if len(set(lengths)) > 1 and not packed else ""
+        shared = f" (what {p.group} query heads share is counted with this one)" if p.group > 1 else ""
+        said.append(f"One query head of {heads}{where} is stepped through; the last column counts them all{shared}.")
+    if packed and len(lengths) > 1:
+        said.append("The sequences lie one behind the other: tiles of different ones never meet.")
+    if together and p.group > 1:
+        said.append(
+            f"Where the {p.group} query heads of a group are rows of one tile, all of them are stepped through."
+        )
+    return " ".join(said)
+
+
+def _schedule(shown: _Shown, schedule: Schedule) -> dict[str, Any]:
+    labels = papers.BACKWARD_LABELS if schedule.backward else papers.LABELS
     grids: list[dict[str, Any]] = []
-    passes = [_pass(p, schedule, one, grids) for one in schedule.passes]
-    if not schedule.backward:
-        for grid in grids:
-            grid["example"] = _example(p, grid)
+    passes = [_pass(shown, schedule, one, grids) for one in schedule.passes]
+    steps = list(loops.walk(shown.p, schedule, lengths=shown.lengths, maps=shown.maps))
+    used = {name for one in schedule.passes for name in _arrays_of(one)}
     stored = {move.array for step in steps for move in step.moves if move.stored}
     sets: dict[tuple[Any, ...], int] = {}
     runs = _runs(schedule, steps, sets)
+    shares = {name: len(told["shares"]) for told in passes for name in told["leaves"] if schedule.known[name].temporary}
     return {
         "name": schedule.name,
         "label": labels.get(schedule.name, schedule.name),
         "arrays": [
-            {"name": name, "label": _NAMES.get(name, name), "axis": schedule.known[name].axis, "made": name in stored}
+            {"name": name, "label": _NAMES.get(name, name), "axis": schedule.known[name].axis, "made": name in stored,
+             "shares": shares.get(name, 1)}
             for name in sorted(used, key=lambda name: list(schedule.known).index(name))
         ],
         "grids": grids,
@@ -125,19 +179,22 @@ def _schedule(p: Problem, schedule: Schedule) -> dict[str, Any]:
         "runs": runs,
         "steps": len(steps),
         "head_bytes": dict(totals(steps)),
-        "all_bytes": sum(one.loaded + one.stored for one in moved),
-    }
+    }  # fmt: skip
 
 
 def _arrays_of(one: Pass) -> tuple[str, ...]:
     return (*one.keeps, *one.once, *one.streams, *one.updates, *one.writes, *one.leaves)
 
 
-def _pass(p: Problem, schedule: Schedule, one: Pass, grids: list[dict[str, Any]]) -> dict[str, Any]:
+def _pass(shown: _Shown, schedule: Schedule, one: Pass, grids: list[dict[str, Any]]) -> dict[str, Any]:
     tile_q, tile_kv = one.tile_q or schedule.tile_q, one.tile_kv or schedule.tile_kv
-    grid = _grid(loops.grid_of(p, tile_q, tile_kv, together=one.together), tile_q, tile_kv)
+    walked = loops.walked_grid(shown.p, schedule, one, shown.lengths, shown.maps)
+    _check_size(walked, tile_q, tile_kv)
+    grid = _grid(walked, tile_q, tile_kv)
     if grid not in grids:
         grids.append(grid)
+    shares = [(0, len(walked.keys))] if shown.lengths else loops.shares_of(shown.p, schedule, one)
+    sums = one.inner and "m" in one.registers and not schedule.backward
     begin, visit, end = one.says
     return {
         "name": one.name,
@@ -145,6 +202,8 @@ def _pass(p: Problem, schedule: Schedule, one: Pass, grids: list[dict[str, Any]]
         "inner": one.inner,
         "skips": one.skips,
         "grid": grids.index(grid),
+        "shares": [list(share) for share in shares],
+        "example": _example(shown, walked, tile_kv, shares) if sums else None,
         "registers": [_NAMES.get(name, name) for name in one.registers],
         "says": [begin or _plain(one, "begin"), visit or _plain(one, "visit"), end or _plain(one, "end")],
         **{name: list(getattr(one, name)) for name in ("keeps", "once", "streams", "updates", "writes", "leaves")},
@@ -163,54 +222,80 @@ def _plain(one: Pass, kind: str) -> str:
 
 
 def _grid(grid: Grid, tile_q: int, tile_kv: int) -> dict[str, Any]:
-    ranges = (grid.first, grid.last, grid.full_first, grid.full_last)
     return {
         "tile_q": tile_q,
         "tile_kv": tile_kv,
         "rows": len(grid.rows),
         "keys": len(grid.keys),
-        "ranges": [[int(x) for x in row] for row in zip(*ranges, strict=True)],
+        "own": grid.own.tolist(),
+        "spans": [[[int(x) for x in span] for span in grid.spans(row)] for row in range(len(grid.rows))],
     }
 
 
-def _example(p: Problem, grid: dict[str, Any]) -> list[list[tuple[float | None, float]]]:
-    """For the first row of each tile of queries of random inputs: (m, l) after each tile of keys that the tile sees; m
-    is None while the row saw no key."""
+def _example(
+    shown: _Shown, grid: Grid, tile_kv: int, shares: Sequence[tuple[int, int]]
+) -> list[list[tuple[float | None, float]]] | None:
+    """For the first row of each tile of queries of random inputs: (m, l) after each tile of keys that the tile sees,
+    begun anew in each share; m is None while the row saw no key. None where a mask is known to kernels alone."""
+    visible = _first_rows(shown, grid)
+    if visible is None:
+        return None
     drawn = torch.Generator().manual_seed(0)
-    q = torch.randn(grid["rows"], p.head_dim, generator=drawn, dtype=torch.float64)
-    k = torch.randn(p.seq_kv, p.head_dim, generator=drawn, dtype=torch.float64)
-    first = torch.arange(grid["rows"]) * grid["tile_q"]
-    low, high = visible_range(p, first, torch.ones_like(first))
-    keys = torch.arange(p.seq_kv)
-    scores = (q @ k.T * p.scale).masked_fill((keys < low[:, None]) | (keys >= high[:, None]), -math.inf)
+    q = torch.randn(len(grid.rows), shown.p.head_dim, generator=drawn, dtype=torch.float64)
+    k = torch.randn(visible.shape[1], shown.p.head_dim, generator=drawn, dtype=torch.float64)
+    scores = torch.split((q @ k.T * shown.p.scale).masked_fill(~visible, -math.inf), grid.keys.tolist(), 1)
     found = []
-    for row, (start, stop, _, _) in zip(scores, grid["ranges"], strict=True):
+    for row in range(len(grid.rows)):
         states: list[tuple[float | None, float]] = []
-        running_max, running_sum = -math.inf, 0.0
-        for tile in range(start, stop):
-            part = row[tile * grid["tile_kv"] : (tile + 1) * grid["tile_kv"]]
-            new_max = max(running_max, float(part.max()))
-            if new_max > -math.inf:
-                running_sum = running_sum * math.exp(running_max - new_max) + float((part - new_max).exp().sum())
-                running_max = new_max
-            states.append((round(running_max, 3) if running_max > -math.inf else None, round(running_sum, 3)))
+        for low, high in shares:
+            running_max, running_sum = -math.inf, 0.0
+            for tile in grid.tiles_of(row, low, high):
+                part = scores[tile][row]
+                new_max = max(running_max, float(part.max()))
+                if new_max > -math.inf:
+                    running_sum = running_sum * math.exp(running_max - new_max) + float((part - new_max).exp().sum())
+                    running_max = new_max
+                states.append((round(running_max, 3) if running_max > -math.inf else None, round(running_sum, 3)))
         found.append(states)
     return found
 
 
+def _first_rows(shown: _Shown, grid: Grid) -> Tensor | None:
+    """Booleans (tiles of queries, keys): which keys the first row of each tile sees."""
+    p = shown.p
+    if shown.maps is not None:
+        sizes = Sizes(1, 1, p.seq_q, p.seq_kv, 1, p.seq_kv)
+        return tilemap.visible(p.mask, shown.maps.operands, sizes, grid.position, torch.zeros_like(grid.position))[:, 0]
+    if not all(isinstance(term, Bounds) for term in p.mask):
+        return None
+    visible = torch.zeros(len(grid.rows), int(grid.keys.sum()), dtype=torch.bool)
+    sequence, before = (grid.position == 0).cumsum(0) - 1, 0
+    lengths = shown.lengths or [(p.seq_q, p.seq_kv)]
+    with_rows = [number for number, (seq_q, _) in enumerate(lengths) if seq_q]
+    for number, (seq_q, seq_kv) in enumerate(lengths):
+        rows = sequence == with_rows.index(number) if seq_q else torch.zeros_like(sequence, dtype=torch.bool)
+        position = grid.position[rows]
+        low, high = visible_range(replace(p, seq_q=seq_q, seq_kv=seq_kv), position, torch.ones_like(position))
+        keys = torch.arange(seq_kv)
+        visible[rows, before : before + seq_kv] = (keys >= low[:, None]) & (keys < high[:, None])
+        before += seq_kv
+    return visible
+
+
 def _runs(schedule: Schedule, steps: Sequence[Step], sets: dict[tuple[Any, ...], int]) -> list[list[int]]:
-    """Steps as [pass, kind, tile of queries, tile of keys, steps, moves]: in a run the inner tile goes up by one each
-    step. −1 where there is no tile. ``sets`` numbers the different moves."""
+    """Steps as [pass, kind, tile of queries, tile of keys, steps, moves, share]: in a run the inner tile goes up by one
+    each step. −1 where there is no tile. ``sets`` numbers the different moves."""
     runs: list[list[int]] = []
     for step in steps:
         tiles = [-1 if tile is None else tile for tile in (step.q_tile, step.kv_tile)]
         number = sets.setdefault(step.moves, len(sets))
         if runs and step.kind == "visit":
-            in_pass, kind, q_tile, kv_tile, length, moves = runs[-1]
+            in_pass, kind, q_tile, kv_tile, length, moves, share = runs[-1]
             by_kv = schedule.passes[step.number].inner == "kv"
             expected = [q_tile, kv_tile + length] if by_kv else [q_tile + length, kv_tile]
-            if (in_pass, kind, moves) == (step.number, _KINDS.index("visit"), number) and tiles == expected:
+            here = (step.number, _KINDS.index("visit"), number, step.share)
+            if (in_pass, kind, moves, share) == here and tiles == expected:
                 runs[-1][4] += 1
                 continue
-        runs.append([step.number, _KINDS.index(step.kind), *tiles, 1, number])
+        runs.append([step.number, _KINDS.index(step.kind), *tiles, 1, number, step.share])
     return runs

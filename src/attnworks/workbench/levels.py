@@ -28,6 +28,7 @@ from attnworks.hardware import Hardware
 from attnworks.problem import Problem
 from attnworks.traffic import Lengths, default_lengths
 from attnworks.workbench import loops
+from attnworks.workbench.grid import Maps
 from attnworks.workbench.loops import Moved, Pass, Schedule
 
 # The rest holds what streams by, and on NVIDIA's larger cards second copies for the other half of the multiprocessors.
@@ -99,19 +100,22 @@ class Levels:
         return own | {name: getattr(self, name) for name in ("read", "written", "cache", "seconds", "bound")}
 
 
-def levels(p: Problem, schedule: Schedule, hardware: Hardware, *, lengths: Lengths | None = None) -> Levels:
+def levels(
+    p: Problem, schedule: Schedule, hardware: Hardware, *, lengths: Lengths | None = None, maps: Maps | None = None
+) -> Levels:
     """``schedule`` on ``hardware``. ``lengths``: (seq_q, seq_kv) of each sequence of a packed or cached problem, by
-    default as ``traffic.default_lengths`` has them."""
+    default as ``traffic.default_lengths`` has them. ``maps``: which tiles a mask hides, beyond closed bounds
+    (``grid.maps_of``)."""
     rows: dict[tuple[str, str, str], list[int]] = {}
     flops = held = 0
     stretched = 0.0
     for (seq_q, seq_kv), sequences in Counter(lengths or default_lengths(p)).items():
         one = replace(p, batch=sequences, seq_q=seq_q, seq_kv=seq_kv)
-        for row in _rows(one, schedule, hardware):
+        for row in _rows(one, schedule, hardware, maps):
             sums = rows.setdefault((row.kernel, row.array, row.why), [0, 0, 0])
             for place, size in enumerate((row.cache, row.read, row.written)):
                 sums[place] += size
-        for part, products in zip(schedule.passes, loops.flops_of_passes(one, schedule), strict=True):
+        for part, products in zip(schedule.passes, loops.flops_of_passes(one, schedule, maps), strict=True):
             tiles, heads = loops.programs(one, schedule, part)
             flops += products
             stretched += products / (1 - _idle(tiles * heads, hardware))
@@ -157,7 +161,7 @@ class _InFlight(NamedTuple):
     in_step: bool
 
 
-def _in_flight(p: Problem, schedule: Schedule, one: Pass, hardware: Hardware) -> _InFlight:
+def _in_flight(p: Problem, schedule: Schedule, one: Pass, hardware: Hardware, maps: Maps | None) -> _InFlight:
     tiles, heads = loops.programs(p, schedule, one)
     resident = 1
     if hardware.kind == "gpu" and hardware.on_chip_bytes:
@@ -165,17 +169,17 @@ def _in_flight(p: Problem, schedule: Schedule, one: Pass, hardware: Hardware) ->
         resident = min(max(fit, 1), MOST_RESIDENT)
     at_once = min(max(tiles * heads, 1), max(hardware.units, 1) * resident)
     at_a_time = min(math.ceil(at_once / max(tiles, 1)), max(heads, 1))
-    return _InFlight(at_once, at_a_time, tiles, loops.equal_walks(p, schedule, one))
+    return _InFlight(at_once, at_a_time, tiles, loops.equal_walks(p, schedule, one, maps))
 
 
-def _rows(p: Problem, schedule: Schedule, hardware: Hardware) -> Iterator[Crossed]:
+def _rows(p: Problem, schedule: Schedule, hardware: Hardware, maps: Maps | None) -> Iterator[Crossed]:
     capacity = USABLE * (hardware.shared_cache_bytes or 0)
-    moved = loops.count(p, schedule)
+    moved = loops.count(p, schedule, maps)
     found: list[Crossed] = []
     left: dict[str, int] = {}  # what the passes before left in the cache: bytes by matrix
     for number, one in enumerate(schedule.passes):
         own = [part for part in moved if part.number == number]
-        flight = _in_flight(p, schedule, one, hardware)
+        flight = _in_flight(p, schedule, one, hardware, maps)
         touched = {part.array: part.distinct for part in own}
         heads_of_pass = max(loops.programs(p, schedule, one)[1], 1)
         share = flight.heads / heads_of_pass if one.fused else 1.0

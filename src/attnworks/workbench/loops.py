@@ -19,11 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-import torch
-
-from attnworks.masks import DenseMask
 from attnworks.problem import Problem
-from attnworks.traffic import visible_range
+from attnworks.traffic import Lengths
+from attnworks.workbench.grid import Grid, Maps, grid_of, mapped, packed, together_seen
 
 Axis = Literal["q", "kv"]
 Kind = Literal["begin", "visit", "end"]
@@ -33,12 +31,14 @@ _FP32 = 4
 @dataclass(frozen=True)
 class Array:
     """A matrix of one head. ``axis``: what its rows go by; "pair" has an element for each query and key. ``row_bytes``:
-    bytes of a row (of an element) for a problem. ``temporary``: neither input nor result of the whole."""
+    bytes of a row (of an element) for a problem. ``temporary``: neither input nor result of the whole. ``partial``: of
+    pairs, read only in tiles that are seen in part."""
 
     name: str
     axis: Literal["q", "kv", "pair"]
     row_bytes: Callable[[Problem], float]
     temporary: bool = False
+    partial: bool = False
 
 
 def _kv_size(p: Problem) -> int:
@@ -154,63 +154,49 @@ class Schedule:
 # ---- tiles and the mask ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Grid:
-    """S as a grid of tiles: rows and keys of each, and for every tile of queries the tiles of keys that it sees,
-    ``first`` .. ``last`` - 1, and of these the ones that it sees whole, ``full_first`` .. ``full_last`` - 1."""
-
-    rows: torch.Tensor
-    keys: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
-    full_first: torch.Tensor
-    full_last: torch.Tensor
-
-    @property
-    def visits(self) -> torch.Tensor:
-        """Tiles of keys that each tile of queries sees."""
-        return self.last - self.first
-
-    @property
-    def met(self) -> torch.Tensor:
-        """For each tile of keys, whether any tile of queries sees it."""
-        change = torch.zeros(len(self.keys) + 1, dtype=torch.int64)
-        seen = self.visits > 0
-        change.index_add_(0, self.first[seen], torch.ones_like(self.first[seen]))
-        change.index_add_(0, self.last[seen], -torch.ones_like(self.last[seen]))
-        return change.cumsum(0)[:-1] > 0
+def _tiles(schedule: Schedule, one: Pass) -> tuple[int, int]:
+    return one.tile_q or schedule.tile_q, one.tile_kv or schedule.tile_kv
 
 
-def grid_of(p: Problem, tile_q: int, tile_kv: int, *, together: bool = False, all_tiles: bool = False) -> Grid:
-    """The grid of a head of one sequence; of a KV head's group of query heads, if ``together``. Closed bounds alone
-    hide tiles; with ``all_tiles`` nothing does."""
-    group = p.group if together else 1
-    starts = torch.arange(0, p.seq_q * group, tile_q, dtype=torch.int64)
-    rows = (p.seq_q * group - starts).clamp_max(tile_q)
-    begins = torch.arange(0, p.seq_kv, tile_kv, dtype=torch.int64)
-    keys = (p.seq_kv - begins).clamp_max(tile_kv)
-    position, end = starts // group, (starts + rows - 1) // group + 1
-    low, high = visible_range(p, position, end - position)
-    seen = high > low
-    # Seen by every row: from the last row's lowest key to the first one's highest. A tile may end with the keys.
-    sure_low, _ = visible_range(p, end - 1, torch.ones_like(end))
-    _, sure_high = visible_range(p, position, torch.ones_like(end))
-    first, last = low // tile_kv, (high + tile_kv - 1) // tile_kv
-    full_first = (sure_low + tile_kv - 1) // tile_kv
-    full_last = torch.where(sure_high == p.seq_kv, len(begins), sure_high // tile_kv)
-    if all_tiles:
-        first, last, seen = torch.zeros_like(first), torch.full_like(last, len(begins)), torch.ones_like(seen)
-    last = torch.where(seen, last, first)
-    full_first = torch.where(full_first < full_last, full_first, last).clamp(first, last)
-    return Grid(rows, keys, first, last, full_first, full_last.clamp(full_first, last))
+def grid_of_pass(p: Problem, schedule: Schedule, one: Pass, lengths: Lengths | None = None) -> Grid:
+    """The grid of a head as closed bounds leave it: of one sequence, or of packed ones of these ``lengths``. Raises
+    ``ValueError`` for keys that are shared out of packed sequences."""
+    sizes = _tiles(schedule, one)
+    if lengths is None:
+        return grid_of(p, *sizes, together=one.together, all_tiles=not one.skips)
+    if one.splits and schedule.split_kv:
+        raise ValueError(f"schedule: {schedule.name!r} shares keys out, which no packed sequences can have")
+    return packed(p, lengths, *sizes, together=one.together, all_tiles=not one.skips)
 
 
-def _grid(p: Problem, schedule: Schedule, one: Pass) -> Grid:
-    tile_q, tile_kv = one.tile_q or schedule.tile_q, one.tile_kv or schedule.tile_kv
-    return grid_of(p, tile_q, tile_kv, together=one.together, all_tiles=not one.skips)
+class _Heads(NamedTuple):
+    """Grids, and how many heads of all sequences each stands for: query heads, or groups that are rows of one tile; and
+    KV heads with what any of their query heads sees."""
+
+    of_q: list[tuple[Grid, int]]
+    of_kv: list[tuple[Grid, int]]
 
 
-def _splits(p: Problem, schedule: Schedule, one: Pass) -> list[tuple[int, int]]:
+def _heads(p: Problem, schedule: Schedule, one: Pass, maps: Maps | None) -> _Heads:
+    grid = grid_of_pass(p, schedule, one)
+    if maps is None or one.together or not one.skips:  # of heads that are rows of one tile no backend has a map
+        of_kv = [(grid, p.batch * p.heads_kv)]
+        return _Heads(of_kv if one.together else [(grid, p.batch * p.heads_q)], of_kv)
+    found = maps.at(*_tiles(schedule, one))
+    grids = {(b, h): each for b, h, each in mapped(grid, found)}
+    times = p.batch // found.batch if found.batch else 0
+    of_q = [(each, times * (p.heads_q // found.heads)) for each in grids.values()]
+    if found.heads <= 1:
+        return _Heads(of_q, [(each, times * p.heads_kv) for each in grids.values()])
+    groups = [
+        [grids[b, h] for h in range(first, first + p.group)]
+        for b in range(found.batch)
+        for first in range(0, p.heads_q, p.group)
+    ]
+    return _Heads(of_q, [(together_seen(group), times) for group in groups])
+
+
+def shares_of(p: Problem, schedule: Schedule, one: Pass) -> list[tuple[int, int]]:
     """Of each share of the keys its tiles, first .. last - 1; all tiles where keys are not shared out."""
     tile_kv = one.tile_kv or schedule.tile_kv
     tiles = math.ceil(p.seq_kv / tile_kv)
@@ -232,40 +218,57 @@ class Move(NamedTuple):
 
 class Step(NamedTuple):
     """One step of a pass. ``kind``: "begin" and "end" of an outer tile, or "visit". Tiles are None where there is
-    none."""
+    none. ``share``: of the keys, where they are shared out."""
 
     number: int  # of the pass
     kind: Kind
     q_tile: int | None
     kv_tile: int | None
     moves: tuple[Move, ...]
+    share: int = 0
 
 
-def walk(p: Problem, schedule: Schedule, *, first_of_group: bool = True) -> Iterator[Step]:
-    """The steps of one query head of one sequence (of a KV head's group where its heads are rows of one tile).
+def walk(
+    p: Problem,
+    schedule: Schedule,
+    *,
+    first_of_group: bool = True,
+    lengths: Lengths | None = None,
+    maps: Maps | None = None,
+) -> Iterator[Step]:
+    """The steps of one query head of one sequence (of a KV head's group where its heads are rows of one tile), or of
+    all packed sequences of these ``lengths``; with ``maps`` the first head of the first sequence.
 
     ``first_of_group``: what the heads of a group load or leave once for all of them is counted with the first.
     """
     for number, one in enumerate(schedule.passes):
-        walker = _Walker(p, schedule, one, first_of_group)
-        for low, high in _splits(p, schedule, one):
+        grid = walked_grid(p, schedule, one, lengths, maps)
+        walker = _Walker(p, schedule, one, grid, first_of_group)
+        shares = [(0, len(grid.keys))] if lengths else shares_of(p, schedule, one)
+        for share, (low, high) in enumerate(shares):
             for kind, i, j, moves in walker.steps(low, high):
-                yield Step(number, kind, i, j, moves)
+                yield Step(number, kind, i, j, moves, share)
+
+
+def walked_grid(p: Problem, schedule: Schedule, one: Pass, lengths: Lengths | None, maps: Maps | None) -> Grid:
+    """The grid that ``walk`` goes over in a pass."""
+    if lengths is not None:
+        return grid_of_pass(p, schedule, one, lengths)
+    return _heads(p, schedule, one, maps).of_q[0][0]
 
 
 class _Walker:
-    """One pass. Tiles that are None stand for all of them."""
+    """One pass over a grid. Tiles that are None stand for all of them."""
 
-    def __init__(self, p: Problem, schedule: Schedule, one: Pass, first_of_group: bool) -> None:
-        grid = _grid(p, schedule, one)
-        self.one, self.first_of_group = one, first_of_group
+    def __init__(self, p: Problem, schedule: Schedule, one: Pass, grid: Grid, first_of_group: bool) -> None:
+        self.one, self.grid, self.first_of_group = one, grid, first_of_group
         self.arrays = [
             (where, schedule.known[name], schedule.known[name].row_bytes(p))
             for where in ("once", "keeps", "streams", "updates", "writes", "leaves")
             for name in getattr(one, where)
         ]
         self.rows, self.keys = grid.rows.tolist(), grid.keys.tolist()
-        self.first, self.last = grid.first.tolist(), grid.last.tolist()
+        self.whole = None if grid.whole is None else grid.whole.tolist()
         self.at_hand: set[tuple[str, int]] = set()  # of ``once``
 
     def steps(self, low: int, high: int) -> Iterator[tuple[Kind, int | None, int | None, tuple[Move, ...]]]:
@@ -285,14 +288,14 @@ class _Walker:
     def _met(self, outer: int, low: int, high: int) -> Sequence[int]:
         if self.one.inner is None:
             return ()
-        if self.one.outer == "q":
-            return range(max(self.first[outer], low), min(self.last[outer], high))
-        return [i for i in range(len(self.rows)) if self.first[i] <= outer < self.last[i]]
+        return self.grid.tiles_of(outer, low, high) if self.one.outer == "q" else self.grid.rows_of(outer)
 
     def _moves(self, wheres: tuple[str, ...], i: int | None, j: int | None, *, stored: bool) -> tuple[Move, ...]:
         found = []
         for where, array, row_bytes in self.arrays:
             if where not in wheres or (not self.first_of_group and _by_kv_head(self.one, array, where)):
+                continue
+            if array.partial and self.whole and i is not None and j is not None and self.whole[i][j]:
                 continue
             if where == "once":
                 tile = (array.name, (i if array.axis == "q" else j) or 0)
@@ -339,113 +342,79 @@ class Moved(NamedTuple):
     part: str
 
 
-def count(p: Problem, schedule: Schedule) -> list[Moved]:
+def count(p: Problem, schedule: Schedule, maps: Maps | None = None) -> list[Moved]:
     """What ``walk`` moves over all heads and sequences, without walking."""
     return [
-        moved for number in range(len(schedule.passes)) for moved in _count_pass(p, schedule, number) if sum(moved[2:4])
+        moved
+        for number in range(len(schedule.passes))
+        for moved in _count_pass(p, schedule, number, maps)
+        if sum(moved[2:4])
     ]
 
 
-def _count_pass(p: Problem, schedule: Schedule, number: int) -> Iterator[Moved]:
+def _count_pass(p: Problem, schedule: Schedule, number: int, maps: Maps | None) -> Iterator[Moved]:
     one = schedule.passes[number]
-    grid, shares = _grid(p, schedule, one), _splits(p, schedule, one)
-    visited = _tally(grid)
-    all_rows, all_keys = int(grid.rows.sum()), int(grid.keys.sum())
-
-    def rows_of(array: Array, where: str) -> tuple[int, int]:
-        """(rows moved, different ones) of a head; of pairs, elements."""
-        if array.axis == "pair":
-            return visited.pairs, visited.pairs
-        by_q = array.axis == "q"
-        every, seen = (all_rows, visited.seen_rows) if by_q else (all_keys, visited.seen_keys)
-        if where in ("streams", "updates", "writes"):
-            return (visited.q_rows if by_q else visited.kv_rows), seen
-        whole = where == "leaves" or (where == "keeps" and (one.inner is None or not one.skips))
-        distinct = every if whole else seen
-        if where == "once" or not by_q:
-            return distinct, distinct
-        if whole:
-            return every * len(shares), every * (len(shares) if array.temporary else 1)  # of each share its own
-        return (_kept_rows(grid, shares) if one.outer == "q" else distinct), distinct
-
-    heads = p.heads_kv if one.together else p.heads_q
+    heads, shares = _heads(p, schedule, one, maps), shares_of(p, schedule, one)
     for where in ("keeps", "once", "streams", "updates", "writes", "leaves"):
         for name in getattr(one, where):
             array = schedule.known[name]
-            moved, distinct = rows_of(array, where)
-            shared = _by_kv_head(one, array, where)
             size, update = array.row_bytes(p), where == "updates"
-            across = round(moved * size) * p.batch * (p.heads_kv if shared else heads)
-            different = round(distinct * size) * p.batch * (p.heads_kv if array.axis == "kv" else heads)
+            moving = heads.of_kv if _by_kv_head(one, array, where) else heads.of_q
+            holding = heads.of_kv if array.axis == "kv" else heads.of_q
+            across = sum(round(_rows_moved(grid, one, shares, array, where)[0] * size) * n for grid, n in moving)
+            different = sum(round(_rows_moved(grid, one, shares, array, where)[1] * size) * n for grid, n in holding)
             stored = across if where in ("updates", "writes", "leaves") else 0
             loaded = across if where not in ("writes", "leaves") else 0
             yield Moved(number, name, loaded, stored, different, part_of(array, bool(stored), update))
 
 
-class _Tally(NamedTuple):
-    """Of the visited tile pairs of a head: rows of Q and of K that they load, pairs, and the rows and keys in any."""
-
-    q_rows: int
-    kv_rows: int
-    pairs: int
-    seen_rows: int
-    seen_keys: int
-
-
-def _tally(grid: Grid) -> _Tally:
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), grid.keys.cumsum(0)])
-    keys = before[grid.last] - before[grid.first]
-    return _Tally(
-        q_rows=int((grid.visits * grid.rows).sum()),
-        kv_rows=int(keys.sum()),
-        pairs=int((keys * grid.rows).sum()),
-        seen_rows=int(grid.rows[grid.visits > 0].sum()),
-        seen_keys=int(grid.keys[grid.met].sum()),
-    )
+def _rows_moved(grid: Grid, one: Pass, shares: list[tuple[int, int]], array: Array, where: str) -> tuple[int, int]:
+    """(rows moved, different ones) of a head; of pairs, elements."""
+    if array.axis == "pair":
+        pairs = grid.partial_pairs if array.partial else grid.pairs
+        return pairs, pairs
+    by_q = array.axis == "q"
+    every, seen = (grid.rows, grid.visits > 0) if by_q else (grid.keys, grid.met)
+    if where in ("streams", "updates", "writes"):
+        moved = grid.visits * grid.rows if by_q else grid.visible_keys
+        return int(moved.sum()), int(every[seen].sum())
+    whole = where == "leaves" or (where == "keeps" and (one.inner is None or not one.skips))
+    distinct = int(every.sum() if whole else every[seen].sum())
+    if where == "once" or not by_q:
+        return distinct, distinct
+    if whole:
+        return distinct * len(shares), distinct * (len(shares) if array.temporary else 1)  # of each share its own
+    kept = sum(int(grid.rows[grid.meets(low, high)].sum()) for low, high in shares)
+    return (kept if one.outer == "q" else distinct), distinct
 
 
-def _kept_rows(grid: Grid, shares: list[tuple[int, int]]) -> int:
-    """Rows of Q that are loaded for each share of the keys in which they see a tile."""
-    return sum(int(grid.rows[grid.last.clamp(low, high) > grid.first.clamp(low, high)].sum()) for low, high in shares)
-
-
-def executed_flops(p: Problem, schedule: Schedule) -> int:
+def executed_flops(p: Problem, schedule: Schedule, maps: Maps | None = None) -> int:
     """FLOPs of the matrix products of all visited tiles, over all heads and sequences."""
-    return sum(flops_of_passes(p, schedule))
+    return sum(flops_of_passes(p, schedule, maps))
 
 
-def flops_of_passes(p: Problem, schedule: Schedule) -> list[int]:
+def flops_of_passes(p: Problem, schedule: Schedule, maps: Maps | None = None) -> list[int]:
     """``executed_flops`` of each pass."""
     found = []
     for one in schedule.passes:
         wide = one.products[0] * p.head_dim + one.products[1] * p.head_dim_v
-        heads = p.heads_kv if one.together else p.heads_q
-        found.append(2 * p.batch * heads * _tally(_grid(p, schedule, one)).pairs * wide if wide else 0)
+        pairs = sum(grid.pairs * heads for grid, heads in _heads(p, schedule, one, maps).of_q) if wide else 0
+        found.append(2 * pairs * wide)
     return found
 
 
 def programs(p: Problem, schedule: Schedule, one: Pass) -> tuple[int, int]:
     """(outer tiles of a head, heads of all sequences that have tiles of their own)."""
-    grid = _grid(p, schedule, one)
-    tiles = len(grid.rows) * len(_splits(p, schedule, one)) if one.outer == "q" else len(grid.keys)
+    grid = grid_of_pass(p, schedule, one)
+    tiles = len(grid.rows) * len(shares_of(p, schedule, one)) if one.outer == "q" else len(grid.keys)
     heads = p.heads_kv if one.together or one.shared else p.heads_q
     return (1 if one.programs == "head" else tiles), p.batch * heads
 
 
-def equal_walks(p: Problem, schedule: Schedule, one: Pass) -> bool:
+def equal_walks(p: Problem, schedule: Schedule, one: Pass, maps: Maps | None = None) -> bool:
     """Whether the outer tiles of a pass meet equally many inner tiles each."""
-    grid = _grid(p, schedule, one)
+    visits = [grid.visits for grid, _ in _heads(p, schedule, one, maps).of_q]
     if one.outer == "q":
-        return bool((grid.visits == grid.visits[:1]).all())
-    return bool((grid.visits == len(grid.keys)).all())
-
-
-def pair_operands(p: Problem) -> tuple[Array, ...]:
-    """Boolean masks and biases with an element for each pair, which every visited tile reads."""
-    terms = [("mask", term.operand) for term in p.mask if isinstance(term, DenseMask)]
-    terms += [("bias", term.operand) for term in p.scores if term.kind == "bias" and term.operand is not None]
-    return tuple(
-        Array(f"{name} {number}", "pair", lambda _, size=spec.dtype.itemsize: size)  # type: ignore[misc]
-        for number, (name, spec) in enumerate(terms)
-        if len(spec.shape) >= 2 and min(spec.shape[-2:]) > 1
-    )
+        return all(bool((each == visits[0][:1]).all()) for each in visits)
+    keys = len(grid_of_pass(p, schedule, one).keys)
+    return all(bool((each == keys).all()) for each in visits)

@@ -26,7 +26,7 @@ from attnworks.hardware import Hardware, detect
 from attnworks.plan import Plan
 from attnworks.problem import Problem
 from attnworks.tuned import Row
-from attnworks.workbench import bench, tile_sweep, tune
+from attnworks.workbench import bench, counters, tile_sweep, tune
 from attnworks.workbench.bench import Protocol
 from attnworks.workbench.findings import newest_attempt
 from attnworks.workbench.history import History
@@ -80,6 +80,7 @@ class Standing:
             "error": self.record.check if self.record else None,
             "ratio": self.ratio.to_json() if self.ratio else None,
             "final": self.final,
+            "profile": self.record.profile if self.record else None,
         }
 
 
@@ -164,18 +165,25 @@ def plans(table: Plan, grid: Grid) -> list[Plan]:
 
 
 def reasons(
-    problem: Problem, asked: Sequence[Plan], backend: Backend, hardware: Hardware, jobs: int, report: Progress
+    problem: Problem,
+    asked: Sequence[Plan],
+    backend: Backend,
+    hardware: Hardware,
+    *,
+    compiled: bool = True,
+    jobs: int = 1,
+    report: Progress = lambda *_: None,
 ) -> dict[Plan, tuple[str, ...]]:
     """Why each plan would be no good, before anything is run: by the backend's own word, the sizes of the machine, and
-    for Triton by its compiler."""
+    if ``compiled`` for Triton by its compiler, in so many processes as ``jobs``."""
     found = {plan: _refusal(problem, plan, backend) for plan in asked}
     if backend.NAME == "cpu":
         found |= {plan: _outgrown(problem, plan, backend, hardware) for plan in asked if not found[plan]}
     good = [plan for plan in asked if not found[plan]]
-    if backend.NAME == "triton":
+    if backend.NAME == "triton" and compiled:
         target = tile_sweep.target_of(hardware)
-        compiled = tile_sweep.compile_all(target, [(problem, plan) for plan in good], jobs)
-        for done, (index, one) in enumerate(compiled, 1):
+        made = tile_sweep.compile_all(target, [(problem, plan) for plan in good], jobs)
+        for done, (index, one) in enumerate(made, 1):
             report("compiling", done, len(good))
             found[good[index]] = tile_sweep.judge(problem, good[index], one, hardware).rejected
     return found
@@ -226,7 +234,7 @@ def sweep(
     chosen, _, _ = dispatch.choose(problem, backend)
     table = chosen.candidates(problem, hardware)[0]
     asked = plans(table, grid)
-    rejected = reasons(problem, asked, chosen, hardware, jobs, report)
+    rejected = reasons(problem, asked, chosen, hardware, jobs=jobs, report=report)
     rejected[table] = ()  # it runs, whatever is said of it
     key = key_of(problem, chosen, hardware)
     begun, kept = ("", {}) if again else _kept(history, key, problem)
@@ -256,6 +264,17 @@ def sweep(
     times = {one.plan: one.record.seconds for one in standings if one.final and one.record}
     best, ratio, row = tune.decide(times, table, chosen, problem.device)
     return replace(result, best=best, ratio=ratio, row=row)
+
+
+def profiled(found: Found) -> Found:
+    """With what the device's profiler counted of those that met in the final, or notes why it did not."""
+    standings = [
+        replace(one, record=counters.with_profile(found.problem, one.record, Planned(one.plan)))
+        if one.final and one.record
+        else one
+        for one in found.standings
+    ]
+    return replace(found, standings=tuple(standings))
 
 
 def key_of(problem: Problem, backend: Backend, hardware: Hardware) -> str:

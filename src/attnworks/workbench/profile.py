@@ -24,7 +24,10 @@ once, with the caches as the kernel before left them."""
 
 CYCLES, SECONDS = "sm__cycles_elapsed.max", "gpu__time_duration.sum"
 TENSOR_SHARE = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
-BANK_CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu.sum"
+BANK_CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
+WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
+"""Of shared memory: turns that its accesses took, and how many of them because lanes met in a bank. What tensor cores
+and bulk copies read and write by themselves is in neither."""
 
 _DESCRIPTION = "Kernel Name"
 _PASSES = re.compile(r"^==PROF== Profiling .* - (\d+)(?: \(\d+/\d+\))?: .* (\d+) pass", re.MULTILINE)

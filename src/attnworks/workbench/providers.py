@@ -7,7 +7,9 @@ outside the timing: a caller who uses it would keep the data that way."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,6 +22,8 @@ from attnworks.masks import Bounds, Causal, Window
 from attnworks.plan import Plan
 from attnworks.problem import Layout, Problem, Strides, check_heads
 from attnworks.workbench.quick_check import visible_keys
+
+_PIECE = 2**15  # numbers that a thread draws at a time: as many as torch copies without threads of its own
 
 
 class Inputs(NamedTuple):
@@ -386,4 +390,19 @@ def random_inputs(problem: Problem, generator: torch.Generator) -> Inputs:
         (p.batch, p.heads_kv, p.seq_kv, p.head_dim),
         (p.batch, p.heads_kv, p.seq_kv, p.head_dim_v),
     )
-    return Inputs(*(torch.randn(shape, generator=generator).to(p.dtype) for shape in shapes))
+    return Inputs(*(_normal(shape, p.dtype, generator) for shape in shapes))
+
+
+def _normal(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Drawn on all cores, since one alone takes longer over a GPU's inputs than a whole benchmark should; pieces have
+    seeds of their own, so that the numbers do not depend on how many cores there are."""
+    made = torch.empty(shape, dtype=dtype)
+    pieces = torch.split(made.view(-1), _PIECE)
+    seeds = torch.randint(2**62, (len(pieces),), generator=generator).tolist()
+
+    def draw(piece: Tensor, seed: int) -> None:
+        piece.copy_(torch.randn(piece.shape, generator=torch.Generator().manual_seed(seed)))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(draw, pieces, seeds))
+    return made

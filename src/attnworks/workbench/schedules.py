@@ -1,194 +1,40 @@
-"""The schedules that have names: of the papers, forward and backward, and of every plan that a backend runs.
+"""Schedules by name: the papers' (``papers.py``), and of every plan that a backend runs what it moves.
 
-Papers: FlashAttention-1 is arXiv:2205.14135, FlashAttention-2 arXiv:2307.08691. Their O, dQ and the rest are counted in
-the input dtype, as in ``attnworks.traffic``; what the backends keep in fp32 is counted so in theirs.
+What the backends keep in fp32 is counted so.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from attnworks.backends import cpu
+from attnworks.expressions import OperandSpec
 from attnworks.hardware import Hardware
-from attnworks.masks import Bounds
+from attnworks.masks import Bounds, DenseMask
 from attnworks.plan import Plan
 from attnworks.problem import Problem
-from attnworks.workbench.loops import Array, Pass, Schedule, pair_operands
+from attnworks.traffic import Traffic
+from attnworks.workbench import loops
+from attnworks.workbench.grid import Maps
+from attnworks.workbench.loops import Array, Pass, Schedule
+from attnworks.workbench.papers import (
+    BACKWARD,
+    DECODE,
+    FORWARD,
+    KV_OUTER,
+    Q_OUTER,
+    Q_OUTER_BACKWARD,
+    SPLIT_KV,
+    STANDARD,
+)
 
-LABELS = {
-    "standard": "standard attention",
-    "kv_outer": "FlashAttention-1: KV outer",
-    "q_outer": "FlashAttention-2: Q outer",
-}
 BACKENDS = ("cpu", "triton", "cuda")
-# In the backward of both it is the keys' tiles that are outside.
-BACKWARD_LABELS = {"standard": "standard attention", "kv_outer": "FlashAttention-1", "q_outer": "FlashAttention-2"}
-
-# ---- forward ---------------------------------------------------------------------------------------------------------
-
-_ONLINE = (
-    "S{i},{j} = scale · Q{i} K{j}ᵀ, on chip only. m rises to the largest score so far; alpha = exp(m before − m now) "
-    "shrinks what was summed; l = alpha · l + rowsum(exp(S − m)); acc = alpha · acc + exp(S − m) V{j}."
-)
-
-STANDARD = Schedule(
-    "standard",
-    (
-        Pass(
-            "S = Q Kᵀ", outer="q", inner="kv", keeps=("q",), once=("k",), writes=("s",), skips=False, products=(1, 0),
-            says=(
-                "Load the tile Q{i} of queries.",
-                "S{i},{j} = scale · Q{i} K{j}ᵀ, and written out: as a whole S is far too large to stay on chip. What "
-                "the mask hides is computed all the same.",
-                "The rows of S for Q{i} lie in slow memory.",
-            ),
-        ),
-        Pass(
-            "P = softmax(S)", outer="q", inner="kv", streams=("s",), writes=("p",), skips=False, registers=("m", "l"),
-            says=(
-                "Next rows of S: their largest score m and the sum l of exp(S − m).",
-                "Read S{i},{j} back, hide what the mask hides, write P{i},{j} = exp(S − m) / l.",
-                "The rows of P for Q{i} lie in slow memory.",
-            ),
-        ),
-        Pass(
-            "O = P V", outer="q", inner="kv", streams=("p",), once=("v",), leaves=("out",), skips=False,
-            products=(0, 1), registers=("acc",),
-            says=("acc = 0.", "Read P{i},{j} back: acc = acc + P{i},{j} V{j}.", "Write O{i} = acc, once."),
-        ),
-    ),
-)  # fmt: skip
-
-KV_OUTER = Schedule(
-    "kv_outer",
-    (
-        Pass(
-            "begin", outer="q", leaves=("out", "m", "l"), programs="head",
-            says=("Nothing was seen yet.", "", "Write O{i} = 0, m = −∞, l = 0 (line 2 of the paper's algorithm 1)."),
-        ),
-        Pass(
-            "forward", outer="kv", inner="q", keeps=("k", "v"), streams=("q",), updates=("out", "m", "l"),
-            programs="head", fused=True, products=(1, 1), registers=("m", "l"),
-            says=(
-                "Load K{j} and V{j}: they stay on chip while all tiles of queries that see them go by.",
-                "Load Q{i}, and O{i}, m, l as they are so far. " + _ONLINE.replace("acc", "O{i}")
-                + " O{i} is divided by l, and O{i}, m, l are written back: the next tile of keys will want them again.",
-                "K{j} and V{j} have met all their queries, and are never loaded again.",
-            ),
-        ),
-    ),
-)  # fmt: skip
-
-Q_OUTER = Schedule(
-    "q_outer",
-    (
-        Pass(
-            "forward", outer="q", inner="kv", keeps=("q",), streams=("k", "v"), leaves=("out", "lse"), products=(1, 1),
-            registers=("m", "l", "acc"),
-            says=(
-                "Load Q{i}: it stays on chip. m = −∞, l = 0, acc = 0, in registers.",
-                "Load K{j} and V{j}. " + _ONLINE,
-                "All keys were seen: write O{i} = acc / l and LSE = m + ln l, once.",
-            ),
-        ),
-    ),
-)  # fmt: skip
-
-# ---- backward --------------------------------------------------------------------------------------------------------
-
-STANDARD_BACKWARD = Schedule(
-    "standard",
-    (
-        Pass(
-            "dV = Pᵀ dO", outer="kv", inner="q", streams=("p",), once=("d_out",), leaves=("d_v",), skips=False,
-            shared=True, products=(0, 1), registers=("d_v",),
-            says=(
-                "dV{j} = 0.",
-                "Read P{i},{j}, which the forward kept: dV{j} = dV{j} + P{i},{j}ᵀ dO{i}.",
-                "Write dV{j}.",
-            ),
-        ),
-        Pass(
-            "dP = dO Vᵀ", outer="q", inner="kv", keeps=("d_out",), once=("v",), writes=("d_p",), skips=False,
-            products=(0, 1),
-            says=("Load dO{i}.", "dP{i},{j} = dO{i} V{j}ᵀ, and written out.", "The rows of dP lie in slow memory."),
-        ),
-        Pass(
-            "dS = P ∘ (dP − delta)", outer="q", inner="kv", streams=("p", "d_p"), writes=("d_s",), skips=False,
-            registers=("delta",),
-            says=(
-                "Next rows: delta = rowsum(P ∘ dP), what the softmax's denominator takes back.",
-                "Read P{i},{j} and dP{i},{j}, write dS{i},{j} = P ∘ (dP − delta).",
-                "The rows of dS lie in slow memory.",
-            ),
-        ),
-        Pass(
-            "dQ = scale · dS K", outer="q", inner="kv", streams=("d_s",), once=("k",), leaves=("d_q",), skips=False,
-            products=(1, 0), registers=("d_q",),
-            says=("dQ{i} = 0.", "Read dS{i},{j}: dQ{i} = dQ{i} + scale · dS{i},{j} K{j}.", "Write dQ{i}."),
-        ),
-        Pass(
-            "dK = scale · dSᵀ Q", outer="kv", inner="q", streams=("d_s",), once=("q",), leaves=("d_k",), skips=False,
-            shared=True, products=(1, 0), registers=("d_k",),
-            says=("dK{j} = 0.", "Read dS{i},{j} again: dK{j} = dK{j} + scale · dS{i},{j}ᵀ Q{i}.", "Write dK{j}."),
-        ),
-    ),
-    backward=True,
-)  # fmt: skip
-
-_AGAIN = (
-    "Compute P{i},{j} again from Q{i}, K{j} and the statistics of the row, rather than read it. dV{j} += Pᵀ dO{i}; "
-    "dP = dO{i} V{j}ᵀ; dS = P ∘ (dP − delta); dK{j} += scale · dSᵀ Q{i}; dQ{i} += scale · dS K{j}"
-)
-
-KV_OUTER_BACKWARD = Schedule(
-    "kv_outer",
-    (
-        Pass(
-            "begin", outer="q", leaves=("d_q",), programs="head",
-            says=("Nothing was added yet.", "", "Write dQ{i} = 0 (line 5 of the paper's algorithm 4)."),
-        ),
-        Pass(
-            "backward", outer="kv", inner="q", keeps=("k", "v"), streams=("q", "out", "d_out", "m", "l"),
-            updates=("d_q",), leaves=("d_k", "d_v"), shared=True, programs="head", fused=True, products=(3, 2),
-            registers=("d_k", "d_v"),
-            says=(
-                "Load K{j} and V{j}. dK{j} = dV{j} = 0, and stay on chip.",
-                "Load Q{i}, O{i}, dO{i}, m, l and dQ{i} as it is so far. delta = rowsum(dO ∘ O), anew for every tile. "
-                + _AGAIN + ", which is written back.",
-                "Write dK{j} and dV{j}, once.",
-            ),
-        ),
-    ),
-    backward=True,
-)  # fmt: skip
-
-Q_OUTER_BACKWARD = Schedule(
-    "q_outer",
-    (
-        Pass(
-            "delta = rowsum(dO ∘ O)", outer="q", keeps=("out", "d_out"), leaves=("delta", "d_q"),
-            says=("Load O{i} and dO{i}.", "", "Write delta, a number for each row, and dQ{i} = 0, to be added to."),
-        ),
-        Pass(
-            "backward", outer="kv", inner="q", keeps=("k", "v"), streams=("q", "d_out", "lse", "delta"),
-            updates=("d_q",), leaves=("d_k", "d_v"), shared=True, products=(3, 2), registers=("d_k", "d_v"),
-            says=(
-                "Load K{j} and V{j}; in the backward it is the keys that own a program. dK{j} = dV{j} = 0.",
-                "Load Q{i}, dO{i}, LSE and delta. " + _AGAIN + " in slow memory, since other programs add to it too.",
-                "Write dK{j} and dV{j}, once.",
-            ),
-        ),
-    ),
-    backward=True,
-)  # fmt: skip
-
-FORWARD = {one.name: one for one in (STANDARD, KV_OUTER, Q_OUTER)}
-BACKWARD = {one.name: one for one in (STANDARD_BACKWARD, KV_OUTER_BACKWARD, Q_OUTER_BACKWARD)}
-
-NAMES = (*FORWARD, *BACKENDS)
+NAMES = (*FORWARD, SPLIT_KV.name, *BACKENDS)
 
 # ---- the backends' plans ---------------------------------------------------------------------------------------------
 
@@ -200,7 +46,7 @@ def of_plan(p: Problem, plan: Plan) -> Schedule:
     if plan.visit_all:
         passes = tuple(replace(one, skips=False) for one in passes)
     made = Schedule(f"{plan.backend} {plan.schedule}", passes, plan.tile_q or 64, plan.tile_kv or 64, plan.split_kv)
-    return _with_operands(p, made)
+    return _with_operands(p, made, plan.backend)
 
 
 def _forward_passes(p: Problem, plan: Plan, name: str) -> tuple[Pass, ...]:
@@ -215,8 +61,9 @@ def _forward_passes(p: Problem, plan: Plan, name: str) -> tuple[Pass, ...]:
         whole = replace(body, leaves=leaves, streams=body.streams + pages, together=together, splits=True)
         if not plan.split_kv or p.seq_kv <= plan.split_kv:
             return (whole,)
-        parts = Pass("merge", outer="q", keeps=("part",), together=together, splits=True)
-        return replace(whole, leaves=("part",)), parts, Pass("merge", outer="q", leaves=leaves, together=together)
+        share, parts, last = SPLIT_KV.passes
+        share = replace(share, streams=whole.streams, together=together)
+        return share, replace(parts, together=together), replace(last, leaves=leaves, together=together)
     if name == "kv_outer":
         begin, main = KV_OUTER.passes
         running = ("acc", "m", "l")  # O in fp32, which a last pass rounds
@@ -239,7 +86,7 @@ def _forward_passes(p: Problem, plan: Plan, name: str) -> tuple[Pass, ...]:
 def backward_of(p: Problem, backend: str) -> Schedule:
     """What a backend's backward moves. Raises ``ValueError`` for one that has none of its own."""
     if backend == "triton":
-        return _with_operands(p, _triton_backward(p))
+        return _with_operands(p, _triton_backward(p), backend)
     if backend == "cpu":
         tile_q, tile_kv = cpu.BACKWARD_TILES
         delta, main = Q_OUTER_BACKWARD.passes
@@ -250,7 +97,7 @@ def backward_of(p: Problem, backend: str) -> Schedule:
             replace(main, updates=("d_q_sum",)),
             last,
         )
-        return _with_operands(p, Schedule("cpu backward", passes, tile_q, tile_kv, backward=True))
+        return _with_operands(p, Schedule("cpu backward", passes, tile_q, tile_kv, backward=True), backend)
     raise ValueError(f"backend: was {backend!r}, must be 'triton' or 'cpu', which have a backward of their own")
 
 
@@ -287,11 +134,19 @@ def _triton_backward(p: Problem) -> Schedule:
     return Schedule("triton backward", (delta, grad_q, grad_kv), for_q.tile_q, for_q.tile_kv, backward=True)
 
 
-def _with_operands(p: Problem, schedule: Schedule) -> Schedule:
-    """Dense masks and biases are read in every visited tile by what computes S; so is an entry of the tile map of any
-    mask that is more than closed bounds, whose hidden tiles the Problem alone doesn't tell."""
-    operands = pair_operands(p)
-    if p.form == "dense" and not all(isinstance(term, Bounds) for term in p.mask):
+def _with_operands(p: Problem, schedule: Schedule, backend: str) -> Schedule:
+    """Biases are read in every visited tile by what computes S, and so are boolean masks. Where backends have a tile
+    map, its entry is read for every visited tile, and what it shows in part: by ``cuda`` and ``cpu`` as the map's own
+    bits, by ``triton`` as the mask."""
+    mapped = p.form == "dense" and not all(isinstance(term, Bounds) for term in p.mask)
+    masks = _pair_operands("mask", [term.operand for term in p.mask if isinstance(term, DenseMask)], partial=mapped)
+    if mapped and backend in ("cpu", "cuda"):
+        # cuda: four words of 32 bits for each row of a tile, whatever its width; cpu: one of 64 for 64 keys.
+        bits = 16 / schedule.tile_kv if backend == "cuda" else 1 / 8
+        masks = (Array("mask bits", "pair", lambda _: bits, partial=True),)
+    biases = [term.operand for term in p.scores if term.kind == "bias" and term.operand is not None]
+    operands = (*masks, *_pair_operands("bias", biases))
+    if mapped:
         operands += (Array("tile map", "kv", lambda _: 4 / schedule.tile_kv),)
     if not operands:
         return schedule
@@ -300,6 +155,31 @@ def _with_operands(p: Problem, schedule: Schedule) -> Schedule:
         replace(one, streams=one.streams + names) if one.inner and one.products[0] else one for one in schedule.passes
     )
     return replace(schedule, passes=passes, arrays=(*schedule.arrays, *operands))
+
+
+def _pair_operands(name: str, found: Sequence[OperandSpec], *, partial: bool = False) -> tuple[Array, ...]:
+    """Those with an element for each pair; broadcast ones stay on chip."""
+    return tuple(
+        Array(f"{name} {number}", "pair", lambda _, size=spec.dtype.itemsize: size, partial=partial)  # type: ignore[misc]
+        for number, spec in enumerate(found)
+        if len(spec.shape) >= 2 and min(spec.shape[-2:]) > 1
+    )
+
+
+def bill(p: Problem, name: str, tile_q: int, tile_kv: int, maps: Maps) -> Traffic:
+    """What ``traffic.estimate`` says of a schedule of the papers, where ``maps`` say which tiles are hidden."""
+    schedule = _with_operands(p, FORWARD[name].with_tiles(tile_q, tile_kv), "")
+    operands = {array.name for array in schedule.arrays}
+    parts: Counter[str] = Counter()
+    for moved in loops.count(p, schedule, maps):
+        parts["operands" if moved.array in operands else moved.part] += moved.loaded + moved.stored
+    names, pairs = ("q", "kv", "out", "state", "scores_and_probs", "operands"), maps.visible_pairs
+    backward = 2 * pairs * ((2 if name == "standard" else 3) * p.head_dim + 2 * p.head_dim_v)
+    return Traffic(
+        name, tile_q, tile_kv, **{part: parts[part] for part in names},
+        minimum_bytes=replace(p, return_lse=False).minimum_bytes(), flops=2 * pairs * (p.head_dim + p.head_dim_v),
+        executed_flops=loops.executed_flops(p, schedule, maps), backward_flops=backward,
+    )  # fmt: skip
 
 
 def plan_on(p: Problem, backend: str, hardware: Hardware) -> Plan:
@@ -315,6 +195,8 @@ def plan_on(p: Problem, backend: str, hardware: Hardware) -> Plan:
         from attnworks.backends.triton import plans
 
         found = plans.candidates(p, hardware)
+        if not found:
+            raise ValueError(f"backend: 'triton' has no plan for {hardware.name}: {plans.why_none_fits(p, hardware)}")
     else:
         from attnworks.backends.cuda import CAPABILITY
         from attnworks.backends.cuda import plans as cuda_plans
@@ -330,7 +212,7 @@ def plan_on(p: Problem, backend: str, hardware: Hardware) -> Plan:
 def named(name: str, p: Problem, hardware: Hardware, *, backward: bool = False) -> Schedule:
     """A schedule of the papers, a backend's on ``hardware`` ("cpu", "triton", "cuda"), or one of a user's own
     ("FILE.py:NAME"). Raises ``ValueError`` for any other name."""
-    papers = BACKWARD if backward else FORWARD
+    papers = BACKWARD if backward else FORWARD | DECODE
     if name in papers:
         return papers[name]
     if name in BACKENDS:
@@ -340,16 +222,24 @@ def named(name: str, p: Problem, hardware: Hardware, *, backward: bool = False) 
 
 def from_file(written: str) -> Schedule:
     """A schedule of a user's own: "path/to/file.py:NAME". Raises ``ValueError`` where there is none by that name."""
+    found = loaded(written, f"schedule: was {written!r}, must be one of {', '.join(NAMES)} or FILE.py:NAME")
+    if not isinstance(found, Schedule):
+        raise ValueError(f"schedule: {written!r} was {type(found).__name__}, must be a loops.Schedule")
+    return found
+
+
+def loaded(written: str, wrong: str) -> Any:
+    """What "path/to/file.py:NAME" names, None where the file has no such name. Raises ``ValueError`` with the text
+    ``wrong`` for what is not so written or names no file, and for a file that cannot be run."""
     path, _, name = written.rpartition(":")
     if not path or not Path(path).is_file():
-        raise ValueError(
-            f"schedule: was {named!r}, must be one that has a name or FILE.py:NAME with a file that exists"
-        )
+        raise ValueError(f"{wrong} with a file that exists")
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{wrong} with a file of Python")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = getattr(module, name, None)
-    if not isinstance(found, Schedule):
-        raise ValueError(f"schedule: {name!r} in {path} was {type(found).__name__}, must be a loops.Schedule")
-    return found
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may raise anything
+        raise ValueError(f"{path}: raised {type(error).__name__} when it was run: {error}") from error
+    return getattr(module, name, None)

@@ -1,14 +1,18 @@
-// Results to device memory, straight from registers: tiles may be partial, and a sequence's last row may have another
-// sequence's first behind it.
+// Results to device memory. Where shared memory has room (BULK_STORE), a warp lays its 16 rows there and the copy engine
+// takes them away, which leaves out what is past the sequence's last row. Packed sequences have another one's first row
+// there; their results, and those of the widest heads, go straight from registers.
 #if SPLIT
 typedef float Result;  // a part's, which merge.cuh puts together
 #else
 typedef unsigned short Result;
 #endif
 struct Place {
-  Result* out;          // of the thread's first row, at its columns
-  float* lse;
+  Result* out;          // of the thread's first row, at its columns; not with BULK_STORE
+  float* lse;           // of the thread's first row
   int left;             // rows of the sequence from that row on
+#if BULK_STORE
+  int row, head, batch;  // of the warp's first row
+#endif
 };
 DEV Place place_of(const Params& p, const Work& w, int row, int lane) {
   const i64 b = VARLEN ? 0 : w.batch, at = VARLEN ? (i64)w.start_q + row : row;
@@ -17,8 +21,13 @@ DEV Place place_of(const Params& p, const Work& w, int row, int lane) {
   float* lse = p.lse + w.split * p.lse_split + b * p.lse_batch + w.head * p.lse_head + at;
   return {part + 2 * (lane % 4), lse, w.rows - row};
 #else
-  unsigned short* out = (unsigned short*)p.out + b * p.out_batch + w.head * p.out_head + at * p.out_row + 8 * (lane % 4);
-  return {out, p.lse ? p.lse + b * p.lse_batch + w.head * p.lse_head + at : nullptr, w.rows - row};
+  float* lse = p.lse ? p.lse + b * p.lse_batch + w.head * p.lse_head + at : nullptr;
+#if BULK_STORE
+  return {nullptr, lse, w.rows - row, row - lane / 4, w.head, w.batch};
+#else
+  unsigned short* out = (unsigned short*)p.out + b * p.out_batch + w.head * p.out_head + at * p.out_row;
+  return {out + 4 * (lane / 2 % 2) + 8 * (lane % 2), lse, w.rows - row};
+#endif
 #endif
 }
 
@@ -40,9 +49,10 @@ DEV void finish(Rows& rows, const Place& to, float sink, int lane) {
   }
 }
 
-#if SPLIT
-// O · scale as it is: a lane holds two columns of each eight.
-template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Params& p, const Place& to, int lane) {
+// O · scale. `stage`: the warp's own part of shared memory, V_CHUNKS of 16 rows in 128-byte swizzled lines.
+template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Params& p, const Place& to, int lane, u32 stage,
+                                const TensorMap* map) {
+#if SPLIT  // as it is: a lane holds two columns of each eight
 #pragma unroll
   for (int r = 0; r < 2; r++)
 #pragma unroll
@@ -50,33 +60,40 @@ template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Par
       if (8 * r < to.left && (!PARTIAL_V || 8 * i + 2 * (lane % 4) < p.dim_v))
         *(float2*)(to.out + r * 8 * p.out_row + 8 * i) =
             make_float2(O[4 * i + 2 * r] * rows.scale[r], O[4 * i + 2 * r + 1] * rows.scale[r]);
-}
 #else
-// O · scale, rounded. Lanes of a row hold two columns of each eight: transposing 4 x 4 among the four lanes gives each of
-// them eight columns in a row, 16 bytes.
-template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Params& p, const Place& to, int lane) {
-  const bool high = lane & 2, odd = lane & 1;
+  auto rounded = [&](int i, int r) {  // of column i of the lane's each two and two
+    return pack(O[4 * i + 2 * r] * rows.scale[r], O[4 * i + 2 * r + 1] * rows.scale[r]);
+  };
+#if BULK_STORE
+  if (lane == 0) tma_store_wait();  // what this warp laid there before has been read
+  __syncwarp();
+  // Of 16 columns four matrices: lane l points to row l % 16 of them, in the left or the right eight.
+  const u32 at = stage + lane % 16 * 128 + ((lane / 16 ^ lane % 8) << 4);
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
+  for (int i = 0; i < N / 4; i += 2)
+    shared_store_matrices((at + i / 8 * STAGE_CHUNK) ^ (i % 8 << 4), rounded(i, 0), rounded(i, 1), rounded(i + 1, 0),
+                          rounded(i + 1, 1));
+  tma_store_fence();
+  __syncwarp();  // all of the warp's writes are visible to the copy engine
+  if (lane == 0) {
 #pragma unroll
-    for (int g = 0; g < N / 16; g++) {
-      u32 w[4], x[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++)
-        w[i] = pack(O[16 * g + 4 * i + 2 * r] * rows.scale[r], O[16 * g + 4 * i + 2 * r + 1] * rows.scale[r]);
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const u32 got = __shfl_xor_sync(~0u, high ? w[i] : w[i + 2], 2);
-        x[i] = high ? got : w[i], x[i + 2] = high ? w[i + 2] : got;
-      }
-      const u32 a = __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1), b = __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1);
-      if (8 * r < to.left && (!PARTIAL_V || 32 * g + 8 * (lane % 4) < p.dim_v))
-        *(uint4*)(to.out + r * 8 * p.out_row + g * 32) = odd ? make_uint4(a, x[1], b, x[3]) : make_uint4(x[0], a, x[2], b);
-    }
+    for (int c = 0; c < (HEAD_DIM_V + 63) / 64; c++)
+      tma_store(map, stage + c * STAGE_CHUNK, 64 * c, to.row, to.head, to.batch);
+    tma_store_commit();
   }
-}
-
+#else  // two lanes give each other two columns, so that each has four of the same eight: 8 bytes, 32 in a row
+  const bool odd = lane & 1;
+#pragma unroll
+  for (int i = 0; i < N / 4; i += 2)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {  // inside, as rows outside leave maps at 256 a register short
+      const u32 a = rounded(i, r), b = rounded(i + 1, r), got = __shfl_xor_sync(~0u, odd ? a : b, 1);
+      if (8 * r < to.left && (!PARTIAL_V || 8 * i + 8 * (lane % 2) < p.dim_v))
+        *(uint2*)(to.out + r * 8 * p.out_row + 8 * i) = odd ? make_uint2(got, b) : make_uint2(a, got);
+    }
 #endif
+#endif
+}
 
 #if VARLEN
 // Rows after the last sequence belong to none: 0, and LSE -inf. Written by warps that have nothing else to do.

@@ -8,12 +8,13 @@
 
 constexpr int Q_CHUNKS = (HEAD_DIM + 63) / 64, V_CHUNKS = (HEAD_DIM_V + 63) / 64;  // of 64 columns: one swizzled line
 constexpr u32 Q_CHUNK = 64 * 128, KV_CHUNK = TILE_KV * 128;                      // bytes
+constexpr u32 OUT_BYTES = BULK_STORE ? 4 * GROUPS * V_CHUNKS * STAGE_CHUNK : 0;
 constexpr u32 Q_BYTES = Q_CHUNKS * Q_CHUNK, K_BYTES = Q_CHUNKS * KV_CHUNK, V_BYTES = V_CHUNKS * KV_CHUNK;
 
-// Shared memory: Q of each group, rings of K and of V, barriers, two slots for what the producer found. SHARED_BYTES
+// Shared memory: Q of each group, rings of K and of V, with BULK_STORE each warp's results, barriers, two slots for what the producer found. SHARED_BYTES
 // (source.py) is its size. Of each barrier: what its phases tell whom.
 struct Shared {
-  u32 q, k, v;
+  u32 q, k, v, out;
   u32 q_full;   // [GROUPS] TMA -> group: its 64 rows of Q are there
   u32 q_empty;  // [GROUPS] group -> producer: the last product that reads Q is done, the next tile's may come
   u32 k_full;   // [STAGES] TMA -> consumers: a tile of K is there
@@ -25,7 +26,7 @@ struct Shared {
 DEV Shared layout(u32 base) {
   Shared s;
   s.q = base, s.k = s.q + GROUPS * Q_BYTES, s.v = s.k + STAGES * K_BYTES;
-  s.work = s.v + STAGES * V_BYTES, s.q_full = s.work + 2 * WORK_BYTES, s.q_empty = s.q_full + 8 * GROUPS;
+  s.out = s.v + STAGES * V_BYTES, s.work = s.out + OUT_BYTES, s.q_full = s.work + 2 * WORK_BYTES, s.q_empty = s.q_full + 8 * GROUPS;
   s.k_full = s.q_empty + 8 * GROUPS, s.k_empty = s.k_full + 8 * STAGES;
   s.v_full = s.k_empty + 8 * STAGES, s.v_empty = s.v_full + 8 * STAGES;
   s.work_full = s.v_empty + 8 * STAGES, s.work_empty = s.work_full + 16;
@@ -64,15 +65,19 @@ DEV void load_rows(u32 to, const TensorMap* map, u32 barrier, int chunks, int ke
   }
 }
 
+// Of Q's tensor: the tile's first row.
+DEV int first_row(const Work& w) { return VARLEN ? w.start_q + w.row : w.row; }
+
+constexpr int DRAW_AHEAD = 2;  // KV tiles before its own last: time enough for the number to arrive; 1 and 4 are no better
 DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const TensorMap* v, const Params& p, int lane) {
   Ring k_ring, v_ring;
   Cursor cursor = {};
   const bool leads = !VARLEN || lane == 0;  // of packed sequences the whole warp looks for the next tile
+  Work w;
   int n = blockIdx.x;
+  bool more = find(p, n, lane, cursor, w);
 #pragma unroll 1
   for (int turn = 0;; turn++) {
-    Work w;
-    const bool more = find(p, n, lane, cursor, w);
 #if MAPPED
     w.span = more ? listed(p, w) : Span{};
 #endif
@@ -90,11 +95,6 @@ DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const 
       barrier_arrive(s.work_full + 8 * (turn & 1));
     }
     if (!more) break;
-    int next = n + gridDim.x;
-    if (DYNAMIC) {
-      if (leads) next = (int)(atomicAdd(p.counter, 1u) + gridDim.x);
-      if (VARLEN) next = __shfl_sync(~0u, next, 0);
-    }
     const Span span = span_of(p, w, diagonals(p, w.rows, w.keys));
     const int kv_head = w.head / p.group;
     auto load = [&](Ring& ring, const TensorMap* map, u32 full, u32 empty, u32 to, u32 bytes, int chunks, int place) {
@@ -114,26 +114,43 @@ DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const 
       if (leads) {
         barrier_expect(s.q_full + 8 * g, Q_BYTES);
         for (int c = 0; c < Q_CHUNKS; c++)
-          tma_load(s.q + g * Q_BYTES + c * Q_CHUNK, q, s.q_full + 8 * g, 64 * c, (VARLEN ? w.start_q : 0) + w.row + 64 * g,
-                   w.head, VARLEN ? 0 : w.batch);
+          tma_load(s.q + g * Q_BYTES + c * Q_CHUNK, q, s.q_full + 8 * g, 64 * c, first_row(w) + 64 * g, w.head,
+                   VARLEN ? 0 : w.batch);
       }
     }
+    int tile = span.last - 2;
 #pragma unroll 1
-    for (int tile = span.last - 2; tile >= span.first; tile--) load_k(tile), load_v(tile + 1);
+    for (; tile >= span.first + DRAW_AHEAD; tile--) load_k(tile), load_v(tile + 1);
+    // Drawn only now: a thread block with a long tile must not keep one that another would get to sooner.
+    n += gridDim.x;
+    if (DYNAMIC) {
+      if (leads) n = (int)(atomicAdd(p.counter, 1u) + gridDim.x);
+      if (VARLEN) n = __shfl_sync(~0u, n, 0);
+    }
+#pragma unroll 1
+    for (; tile >= span.first; tile--) load_k(tile), load_v(tile + 1);
+    // The next tile's Q can't be loaded before its buffer is free, which is when it is needed; so that it is near then.
+    Work next;
+    more = find(p, n, lane, cursor, next);
+    if (more && leads)
+      for (int c = 0; c < GROUPS * Q_CHUNKS; c++)
+        tma_prefetch(q, 64 * (c % Q_CHUNKS), first_row(next) + 64 * (c / Q_CHUNKS), next.head, VARLEN ? 0 : next.batch);
     load_v(span.first);
-    n = next;
+    w = next;
   }
   // The last thread block leaves the counters as it found them, for the next launch: all have drawn their last number.
   if (DYNAMIC && leads && atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) p.counter[0] = 0, p.counter[1] = 0;
 }
 
-DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane) {
+// `out`: the map of the results, with BULK_STORE.
+DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int group, int warp, int lane) {
   float O[HEAD_DIM_V / 2], S[TILE_KV / 2];
   u32 P[TILE_KV / 4];
   Rows rows = {};
   Ring k_ring, v_ring;
   const u64 q_tile = descriptor(s.q + group * Q_BYTES, 16), k_tiles = descriptor(s.k, 16);
   const u64 v_tiles = descriptor(s.v, KV_CHUNK);
+  const u32 stage = s.out + (4 * group + warp) * (V_CHUNKS * STAGE_CHUNK);
   Work w;
   Diagonals d;
   Span span = {0, 1};
@@ -165,7 +182,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
   auto accumulate = [&](bool pass_turn) {  // O += P V, begun
 #if LATE_STORE  // results that are owed leave their registers first, while the tensor cores still work on S
     const bool anew = owed;
-    if (__builtin_expect(owed, false)) store(O, rows, p, owed_to, lane), owed = false;
+    if (__builtin_expect(owed, false)) store(O, rows, p, owed_to, lane, stage, out), owed = false;
 #else
     const bool anew = false;
 #endif
@@ -319,7 +336,7 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       owed = true, owed_to = to;
       begin_rows();
 #else
-      store(O, rows, p, to, lane);
+      store(O, rows, p, to, lane, stage, out);
       begin_rows();
       clear();
 #endif
@@ -332,15 +349,23 @@ DEV void consume(const Shared& s, const Params& p, int group, int warp, int lane
       wgmma_wait<0>();
       pin(O);
       done_with_v();
-      store(O, rows, p, to, lane);
+      store(O, rows, p, to, lane, stage, out);
     }
   }
   end_turns();
+#if BULK_STORE
+  if (lane == 0) tma_store_wait();  // shared memory lasts as long as the thread block
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     forward(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k, const __grid_constant__ TensorMap v,
-            const Params p) {
+            const Params p
+#if BULK_STORE
+            ,
+            const __grid_constant__ TensorMap out
+#endif
+    ) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const Shared s = layout(shared_address(memory));
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -354,6 +379,10 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #endif
   } else {
     registers_take<CONSUMER_REGISTERS>();
-    consume(s, p, group, warp, lane);
+#if BULK_STORE
+    consume(s, p, &out, group, warp, lane);
+#else
+    consume(s, p, nullptr, group, warp, lane);
+#endif
   }
 }

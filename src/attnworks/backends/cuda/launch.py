@@ -20,7 +20,7 @@ from attnworks.backends.cuda import extended, split
 from attnworks.backends.cuda.compile import CompileError, cubin
 from attnworks.backends.cuda.counters import counters
 from attnworks.backends.cuda.driver import INVALID_CONTEXT, DriverError, LaunchConfig, driver
-from attnworks.backends.cuda.maps import Maps
+from attnworks.backends.cuda.maps import Maps, describe
 from attnworks.backends.cuda.plans import added, bounds, section, tiles_of, variant
 from attnworks.backends.cuda.source import L2_SECTION_BYTES, text
 from attnworks.plan import Plan
@@ -141,11 +141,14 @@ class Forward:
                 self._counters.ready()
         # Of packed sequences the lengths, and so the tiles, are known on the device only.
         self._grid = units if built.varlen else min(units, tiles_of(p, plan) * split.parts(p, plan))
-        self._maps, self._params = Maps(p, plan), params_of(p, plan)
-        self._arguments = (c_void_p * 4)(*self._maps.places, ctypes.addressof(self._params))
+        self._maps, self._params = Maps(p, describe(p, plan, out=built.bulk_store)), params_of(p, plan)
+        self._mapped = len(self._maps.places)
+        q, k, v, *mapped = self._maps.places
+        arguments = q, k, v, ctypes.addressof(self._params), *mapped
+        self._arguments = (c_void_p * len(arguments))(*arguments)
         self._config = LaunchConfig(self._grid, 1, 1, built.threads, 1, 1, built.shared_bytes)
-        config, arguments = ctypes.addressof(self._config), ctypes.addressof(self._arguments)
-        self._launch = partial(driver().launch, config, self._function, arguments, None)
+        places = ctypes.addressof(self._config), self._function, ctypes.addressof(self._arguments), None
+        self._launch = partial(driver().launch, *places)
 
     @cached_property
     def _single(self) -> Forward:
@@ -171,8 +174,9 @@ class Forward:
         into, into_lse = (out, lse) if merge is None else merge.empty(device)
         params = self._params
         with self._lock:
-            self._maps.point_to(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr())
-            params.out = into.data_ptr()
+            addresses = o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), into.data_ptr()
+            params.out = addresses[3]
+            self._maps.point_to(*addresses[: self._mapped])
             if into_lse is not None:
                 params.lse = into_lse.data_ptr()
             if self._counters is not None:

@@ -1,4 +1,4 @@
-"""Tensor maps: how TMA, the copy engine, finds Q, K and V. Made once for a problem, given addresses by each call.
+"""Tensor maps: how TMA, the copy engine, finds Q, K, V and results. Made once for a problem, given addresses by calls.
 
 A copy takes a box of 64 columns by some rows; what of it lies outside of the tensor arrives as 0, which pads head dims
 and ends K and V after the last key. A packed sequence ends where another begins, so its K and V are described with rows
@@ -26,6 +26,7 @@ from attnworks.problem import Problem, Strides
 MAP_BYTES, ALIGNMENT = 128, 64
 ADDRESS_MULTIPLE = 16  # bytes: of a tensor's address and of its strides
 STRIDE_LIMIT = 2**40
+NAMES = "q", "k", "v", "out"
 CHUNK = 64  # columns of a box: 128 bytes, one swizzled line
 ALL = 2**30  # rows of a packed tensor's map, more than there are; WRAP in forward.cuh
 WRAP_BYTES = 2**64 // ALL
@@ -44,8 +45,8 @@ class Description(NamedTuple):
     rows: int
 
 
-def describe(p: Problem, plan: Plan) -> tuple[Description, Description, Description]:
-    """Of q, k and v."""
+def describe(p: Problem, plan: Plan, *, out: bool) -> tuple[Description, ...]:
+    """Of q, k and v; and of the results of a dense problem, of which a warp stores its 16 rows at once."""
     if p.form == "varlen":
         return (
             _dense(p, p.q_strides, p.head_dim, (p.total_q, p.heads_q, 1), 64),
@@ -53,11 +54,13 @@ def describe(p: Problem, plan: Plan) -> tuple[Description, Description, Descript
             _packed(p, p.v_strides, p.head_dim_v, plan.tile_kv),
         )
     keys = p.seq_kv, p.heads_kv, p.batch
-    return (
-        _dense(p, p.q_strides, p.head_dim, (p.seq_q, p.heads_q, p.batch), 64),
+    queries = p.seq_q, p.heads_q, p.batch
+    found = (
+        _dense(p, p.q_strides, p.head_dim, queries, 64),
         _dense(p, p.k_strides, p.head_dim, keys, plan.tile_kv),
         _dense(p, p.v_strides, p.head_dim_v, keys, plan.tile_kv),
     )
+    return (*found, _dense(p, p.result_strides()[0], p.head_dim_v, queries, 16)) if out else found
 
 
 def _dense(p: Problem, strides: Strides, dim: int, sizes: tuple[int, int, int], rows: int) -> Description:
@@ -101,25 +104,26 @@ def stride_reasons(p: Problem) -> list[str]:
 
 
 class Maps:
-    """The maps of q, k and v in memory of their own; ``places`` are their addresses."""
+    """The maps of q, k and v, and of the results where they are described too, in memory of their own; ``places`` are
+    their addresses."""
 
-    def __init__(self, p: Problem, plan: Plan) -> None:
-        self._memory, self.places = _memory_of(3)
+    def __init__(self, p: Problem, described: tuple[Description, ...]) -> None:
+        self._memory, self.places = _memory_of(len(described))
         self._data_type = _DATA_TYPES[p.dtype]
-        self._described = describe(p, plan)
+        self._described = described
         self._addresses: tuple[int, ...] = ()
         self._words: tuple[c_uint64, ...] = ()
 
     def point_to(self, *addresses: int) -> None:
-        """Of q, k and v. Raises ``DriverError``."""
+        """As many as there are maps. Raises ``DriverError``."""
         if self._words:
-            q, k, v = self._words
-            q.value, k.value, v.value = addresses
+            for word, address in zip(self._words, addresses, strict=True):
+                word.value = address
         elif addresses != self._addresses:
             for number, address in enumerate(addresses):
                 status = self._encode(self.places[number], number, address)
-                driver().check(status, f"mapping {'qkv'[number]}: {self._described[number]}")
-            if not self._addresses and all(self._begins_with_address(number) for number in range(3)):
+                driver().check(status, f"mapping {NAMES[number]}: {self._described[number]}")
+            if not self._addresses and all(self._begins_with_address(number) for number in range(len(addresses))):
                 self._words = tuple(c_uint64.from_address(place) for place in self.places)
             self._addresses = addresses
 

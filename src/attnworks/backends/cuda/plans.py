@@ -8,19 +8,22 @@ from typing import NamedTuple
 
 import torch
 
-from attnworks.backends.cuda.source import BIAS_ELEMENTS, Variant
+from attnworks.backends.cuda.source import BIAS_ELEMENTS, SHARED_LIMIT, Variant
 from attnworks.expressions import OperandSpec
 from attnworks.masks import Bounds
 from attnworks.plan import Plan
 from attnworks.problem import Problem
 
 NAME = "cuda"
-SHARED_LIMIT = 232448  # bytes of one thread block, compute capability 9.0
 MAP_KEYS = 128  # of a tile: four lanes share a row of a map's bits, 32 each
 # Of a part, and of the keys. µs on an H200 (2026-11-30), whole, then in 2, 4, 8 and 16 parts: 1k keys 17.9 18.8 17.8 (4
 # heads, full) and 18.8 19.6 18.0 (causal); 2k 30.0 27.6 30.6 (4 heads, causal); 4k 49.1 39.0 41.4 (2 heads, full) and
 # 52.1 34.9 25.0 27.1 (one head of 64, causal); 16k 173 95 56 38.6 38.5 (8 heads, 128 queries, causal).
 LEAST_KEYS, MOST_PARTS = 1024, 128
+# Query heads of a section. Times as fast as FlashAttention-3, causal: D=128 with 32, 64, 128 heads at N=512 1.15 1.12
+# 1.07, with 16, 32, 64 at 1k 1.06 1.04 1.04; D=256 with 16, 32, 64 at 512 1.00 1.00 0.97, with 8, 16, 32 at 1k 1.00
+# 1.02 1.03 (H200, 2026-11-30).
+SECTION_HEADS = 32
 FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal, three of which fit 32 bits
 
 
@@ -59,14 +62,20 @@ TABLE = (
     Line(64, 64, "causal", 4096, 192, 128, 3),
     # 254 350 428 against 222 296 413 for three groups: shorter tiles leave less of the triangle's edge unused
     Line(64, 64, "", 0, 128, 128, 3),
-    # 722 735 against 712 720 for 128 keys; below 8k 502 582 662 690 against 534 634 687 693. Heads of 96: not measured
-    Line(128, 128, "full", 8192, 128, 144, 2),
-    # causal 326 473 590 640 660 671; this kernel at 1k to 16k: slower with 96, 112, 144, 160 and 176 keys
+    # this kernel at 2k, 4k, 8k, 16k, times as fast as FlashAttention-3: 1.04 1.04 1.03 1.04; with 128 keys 1.05 1.03
+    # 1.02 1.01, with 144 1.00 1.02 1.02 1.02, with 176 0.98 0.98 0.99 0.99. Heads of 96: not measured
+    Line(128, 128, "full", 4096, 128, 160, 2),
+    # this kernel, causal, at 2k, 4k, 8k, 16k: 1.02 1.02 1.00 0.99; with 144 and 160 keys 0.97 0.99 0.98 0.99, with 176
+    # less
     Line(128, 128, "", 0, 128, 128, 2),
     # others not measured: the most keys whose two stages fit shared memory (192, 256) or whose S fits beside O (128)
     Line(192, 128, "", 0, 128, 128, 2),
     Line(192, 192, "", 0, 128, 96, 2),
-    Line(256, 256, "", 0, 128, 80, 2),
+    Line(256, 256, "full", 0, 128, 80, 2),
+    # this kernel, causal, at 512, 1k, 4k, 16k, times as fast as FlashAttention-3: 1.00 1.03 1.02 1.01; with 64 keys,
+    # which leave less of the triangle's edge unused, 1.05 1.04 1.02 1.01
+    Line(256, 256, "", 2048, 128, 80, 2),
+    Line(256, 256, "", 0, 128, 64, 2),
 )
 
 
@@ -233,6 +242,10 @@ def _check_split(p: Problem, plan: Plan) -> None:
 
 
 def section(p: Problem, l2_bytes: int) -> int:
-    """Query heads whose K and V lie in so much of the L2 together."""
+    """Query heads that are worked on together: K and V of so many lie in so much of the L2, at most ``SECTION_HEADS``.
+    Of the sizes from that down to its half, the one that leaves the last section the fewest heads short: where that has
+    few, its long tiles begin when there is nothing else left to do."""
     bytes_of_head = max(1, p.seq_kv * (p.head_dim + p.head_dim_v) * p.element_size)
-    return min(p.batch * p.heads_q, max(1, l2_bytes // bytes_of_head) * p.group)
+    most = max(1, min(l2_bytes // bytes_of_head, SECTION_HEADS // p.group))
+    heads = p.batch * p.heads_kv
+    return min(heads, min(range(most, most // 2, -1), key=lambda size: -heads % size)) * p.group

@@ -38,6 +38,13 @@ DEV int4 shared_load(u32 from) {
   return x;
 }
 
+// Four matrices of 8 x 8 two-byte elements: lane l gives the place of row l % 8 of matrix l / 8, and of each matrix the two
+// neighbours that it holds of an accumulator.
+DEV void shared_store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
 // ---- device memory that no launch writes to; read where it stands in the text, so that what follows hides its latency
 DEV int load_constant(const int* from) {
   int x;
@@ -70,6 +77,24 @@ DEV void tma_load(u32 to, const TensorMap* map, u32 barrier, int c0, int c1, int
       "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
       : "memory");
 }
+
+// The same box to the L2 alone.
+DEV void tma_prefetch(const TensorMap* map, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1,%2,%3,%4}];" ::"l"(map), "r"(c0), "r"(c1), "r"(c2),
+               "r"(c3)
+               : "memory");
+}
+// A box from shared memory, but for what of it lies outside of the tensor.
+DEV void tma_store(const TensorMap* map, u32 from, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2,%3,%4,%5}], [%1];" ::"l"(map), "r"(from),
+               "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+DEV void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until the boxes that this thread committed have been read: their memory may be written again, or given up.
+DEV void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Makes this thread's writes to shared memory visible to the copy engine.
+DEV void tma_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- registers: a warpgroup gives some up, or takes what others gave up
 template <int N> DEV void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }

@@ -16,6 +16,7 @@ MERGE_PARTS = ("ptx.cuh", "merge.cuh")
 # K and V of the heads that are worked on together under a causal mask: so much stays in the 50 MB of L2.
 L2_SECTION_BYTES = 32 * 2**20
 WORK_BYTES, BARRIER_BYTES = 32, 8
+SHARED_LIMIT = 232448  # bytes of one thread block, compute capability 9.0
 BIAS_ELEMENTS = (None, torch.float32, torch.bfloat16, torch.float16)  # by the number that scores.cuh has for it
 
 
@@ -85,8 +86,8 @@ class Variant:
     def late_store(self) -> bool:
         """Whether results wait in their registers until the tensor cores work on the next tile of rows: of full
         attention alone. Three groups' threads, those of wider heads and those of most masks and modifiers have no
-        registers left to remember where the results belong; under a causal mask, where tiles of rows end more often, it
-        lost 1 to 2 % below 4k keys (H200, 2026-11-30)."""
+        registers left to remember where the results belong; under a causal mask it gained nothing. Of full attention
+        with D=128 it gains 1 % at all lengths (H200, 2026-11-30)."""
         masked = self.left or self.right or self.mapped or self.varlen or self.split
         return self.groups == 2 and self.head_dim_v <= 128 and not (masked or self.modifier or self.alibi or self.bias)
 
@@ -103,20 +104,40 @@ class Variant:
     @property
     def shared_bytes(self) -> int:
         """What the kernel lays out in shared memory (``layout`` in forward.cuh)."""
-        q_columns, v_columns = (64 * -(-dim // 64) for dim in (self.head_dim, self.head_dim_v))
+        return self._tile_bytes + (self._out_bytes if self.bulk_store else 0)
+
+    @property
+    def bulk_store(self) -> bool:
+        """Whether results go through shared memory, from where the copy engine takes whole rows: where there is room,
+        and no row after the last that must stay as it is."""
+        return not (self.varlen or self.split) and self._tile_bytes + self._out_bytes <= SHARED_LIMIT
+
+    @property
+    def _tile_bytes(self) -> int:
+        q_columns, v_columns = _lines(self.head_dim), _lines(self.head_dim_v)
         tiles = 2 * (self.tile_q * q_columns + self.stages * self.tile_kv * (q_columns + v_columns))
         return tiles + 2 * WORK_BYTES + BARRIER_BYTES * (2 * self.groups + 4 * self.stages + 4)
+
+    @property
+    def _out_bytes(self) -> int:
+        return 2 * self.tile_q * _lines(self.head_dim_v)
 
     def macros(self) -> dict[str, int]:
         own = {field.name.upper(): int(getattr(self, field.name)) for field in fields(self)}
         consumer, producer = self.registers
         return own | {
             "GROUPS": self.groups, "PINGPONG": int(self.groups == 2), "LATE_STORE": int(self.late_store),
+            "BULK_STORE": int(self.bulk_store),
             "DYNAMIC": int(self.dynamic),
             "LONGEST_FIRST": int(self.longest_first), "EXTENDED": int(self.extended),
             "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
             "KV_ROW_BYTES": 2 * (self.head_dim + self.head_dim_v), "L2_SECTION_BYTES": L2_SECTION_BYTES,
         }  # fmt: skip
+
+
+def _lines(columns: int) -> int:
+    """Rounded up to the 64 columns of a swizzled line."""
+    return 64 * -(-columns // 64)
 
 
 def text(variant: Variant) -> str:

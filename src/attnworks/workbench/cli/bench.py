@@ -14,8 +14,8 @@ from attnworks.masks import Causal
 from attnworks.problem import Problem
 from attnworks.workbench import counters, environment, records
 from attnworks.workbench.bench import Protocol, Result, measure
+from attnworks.workbench.cli.counted import CPU_COUNTED, GPU_COUNTED, in_counts
 from attnworks.workbench.cli.output import (
-    UNKNOWN,
     console,
     in_bytes,
     in_percent,
@@ -32,7 +32,6 @@ from attnworks.workbench.cli.problems import given, problem_from, problem_option
 from attnworks.workbench.cli.stored import db_option, keep
 from attnworks.workbench.conventions import BY_NAME
 from attnworks.workbench.foreign import Foreign, verify_first
-from attnworks.workbench.profile import ProfilerError
 from attnworks.workbench.providers import NAMES, Provider, by_name, describe, label
 from attnworks.workbench.records import Record
 
@@ -64,7 +63,10 @@ QUICK_SECONDS = 3.0
 @click.option("--convention", type=click.Choice(list(BY_NAME)), help="How a TARGET is called.  [default: by its names]")
 @click.option("--no-verify", is_flag=True, help="Check a TARGET on the problem itself only, not with verify --quick.")
 @click.option(
-    "--profile", "profiled", is_flag=True, help="On a GPU: also count bytes, cycles and tensor cores with ncu."
+    "--profile",
+    "profiled",
+    is_flag=True,
+    help="Also count: on a GPU bytes, cycles and tensor cores with ncu, on a CPU by its hardware counters.",
 )
 @click.option("--save", type=click.Path(path_type=Path), help="Append the records to this file (JSON lines).")
 @db_option
@@ -96,7 +98,7 @@ def bench(
             result = measure(problem, chosen, protocol, report)
         if profiled:
             by_names = {provider.name: provider for provider in chosen}
-            counted = (_with_profile(problem, record, by_names[record.provider]) for record in result.records)
+            counted = (counters.with_profile(problem, one, by_names[one.provider]) for one in result.records)
             result = replace(result, records=tuple(counted))
         result = replace(result, failed=wrong | result.failed)
         results.append(result)
@@ -138,14 +140,6 @@ def _problems(ctx: click.Context, device: str) -> list[Problem]:
     return [replace(problem, device=device) for problem in found]
 
 
-def _with_profile(problem: Problem, record: Record, provider: Provider) -> Record:
-    """The record with what ncu counted, or a note why it did not."""
-    try:
-        return replace(record, profile=counters.count(provider, problem).to_json())
-    except ProfilerError as error:
-        return replace(record, notes=(*record.notes, f"no profile of {record.provider}: {error}"))
-
-
 def _print(problem: Problem, result: Result, *, tell_refusals: bool, targets: tuple[str, ...]) -> None:
     p = problem.to_json()
     title = (
@@ -156,11 +150,11 @@ def _print(problem: Problem, result: Result, *, tell_refusals: bool, targets: tu
     gpu, counted = problem.device != "cpu", any(record.profile for record in result.records)
     host = ("host",) if gpu else ()
     columns = ("of matmul" if gpu else "of FMA peak", "of reads", "effective", "extra memory", "modelled bytes")
-    more = ("DRAM bytes", "L2 bytes", "Mcycles", "tensor cores") if counted else ()
+    more = (GPU_COUNTED if gpu else CPU_COUNTED) if counted else ()
     made = table("kernel", "median", "P90", *host, "ratio (99 %)" if own else "", *columns, *more)
     for record in result.records:
         ratio = "" if record is own or own is None else escape(str(own.ratio_to(record)))
-        made.add_row(*_row(record, ratio, gpu), *(_counted(record) if counted else ()))
+        made.add_row(*_row(record, ratio, gpu), *(in_counts(record, gpu) if counted else ()))
     print_table(title, made)
     notes = [f"ratio: how many times as fast {label(own.provider)} is"] if own else []
     notes += [f"{label(record.provider)}: {record.form}" for record in result.records]
@@ -187,15 +181,4 @@ def _row(record: Record, ratio: str, gpu: bool) -> tuple[str, ...]:
         in_rate(record.flops_per_second, "FLOP/s"),
         in_bytes(record.peak_extra_bytes),
         in_bytes(record.modelled_bytes),
-    )
-
-
-def _counted(record: Record) -> tuple[str, ...]:
-    profile = record.profile or {}
-    cycles = profile.get("cycles")
-    return (
-        in_bytes(record.measured_bytes),
-        in_bytes(profile.get("l2_bytes")),
-        UNKNOWN if cycles is None else f"{cycles / 1e6:.3f}",
-        in_percent(profile.get("tensor_share")),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attnworks.plan import Plan
+from attnworks.workbench.cli.counted import CPU_COUNTED, GPU_COUNTED, in_counts
 from attnworks.workbench.cli.output import console, in_seconds, print_notes, print_table, table
 from attnworks.workbench.findings import place
 from attnworks.workbench.measured_sweep import Found, Standing, words
@@ -30,6 +31,7 @@ def print_found(title: str, found: Found) -> None:
         print_table(f"{title}{choice}\ntimes as fast as {words(found.table)}, the backend's choice (*)", made)
         console().print()
     print_notes(_rejected(found))
+    _print_counted(found)
     for line in outcome(found):
         console().print(line, markup=False)
 
@@ -58,6 +60,20 @@ def _cell(one: Standing | None, choice: Plan, fastest: float) -> str:
         return "[dim]...[/]" if one.plan != choice else "1.00*"
     style = next(style for share, style in SHADES if one.ratio.value >= share * fastest)
     return f"[{style}]{one.ratio.value:.2f}{'*' if one.plan == choice else ''}[/]"
+
+
+def _print_counted(found: Found) -> None:
+    """Of the finalists what a profiler counted, where it was asked to; why not, if it could not."""
+    finalists = [(one, one.record) for one in found.standings if one.final and one.record]
+    gpu = found.problem.device != "cpu"
+    if any(record.profile for _, record in finalists):
+        made = table("finalist", "ratio", *(GPU_COUNTED if gpu else CPU_COUNTED))
+        for one, record in finalists:
+            ratio = f"{one.ratio.value:.2f}" if one.ratio else ""
+            made.add_row(words(one.plan), ratio, *in_counts(record, gpu))
+        print_table("of one call on cold caches", made)
+    said = [note for _, record in finalists for note in record.notes if note.startswith("no profile")]
+    print_notes(list(dict.fromkeys(said)))
 
 
 def _rejected(found: Found) -> list[str]:

@@ -19,6 +19,7 @@ from attnworks.workbench.cli.output import (
     print_table,
     table,
 )
+from attnworks.workbench.cli.posed import titled
 from attnworks.workbench.levels import USABLE, Levels, Measured, compared
 
 NOTES = (
@@ -27,7 +28,9 @@ NOTES = (
 )
 
 
-def show(problem: Problem, found: Sequence[Levels], measured: Measured | None, as_json: bool) -> None:
+def show(
+    problem: Problem, found: Sequence[Levels], measured: Measured | None, as_json: bool, notes: Sequence[str]
+) -> None:
     """Tables, or JSON. ``measured`` stands beside the first of ``found``."""
     beside = compared(found[0], measured) if measured else []
     if as_json:
@@ -40,10 +43,8 @@ def show(problem: Problem, found: Sequence[Levels], measured: Measured | None, a
             }
         )
         return
-    p = problem
     print_table(
-        f"batch {p.batch}, heads {p.heads_q}/{p.heads_kv}, N {p.seq_q} x {p.seq_kv}, d {p.head_dim}/{p.head_dim_v}, "
-        f"{p.to_json()['dtype']}, mask {p.to_json()['mask']}\non {found[0].machine}",
+        f"{titled(problem)}\non {found[0].machine}",
         _summary(found),
     )
     if len(found) == 1:
@@ -52,7 +53,7 @@ def show(problem: Problem, found: Sequence[Levels], measured: Measured | None, a
     if beside:
         console().print()
         print_table("Predicted against measured", _beside(beside))
-    print_notes(NOTES)
+    print_notes([*NOTES, *notes])
 
 
 def _summary(found: Sequence[Levels]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from rich.text import Text
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 UNKNOWN = "-"
+SECONDS_BETWEEN_LINES = 10.0  # of progress that nobody watches
 WRAPPED_TEXT = 24  # characters to which a column of text may be narrowed
 
 
@@ -85,7 +87,12 @@ def table(*columns: str, text_columns: int = 1) -> Table:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar on stderr; yields what reports (what is being done, rounds done, rounds in all)."""
+    """A progress bar on stderr, a line now and then where that is no terminal; yields what reports (what is being done,
+    rounds done, rounds in all)."""
+    errors = Console(stderr=True)
+    if not errors.is_terminal:
+        yield _lines(errors)
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -93,13 +100,26 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=errors, transient=True) as bar:
         task = bar.add_task("", total=None)
 
         def report(what: str, done: int, total: int) -> None:
             bar.update(task, description=what, completed=done, total=total or None)
 
         yield report
+
+
+def _lines(errors: Console) -> Callable[[str, int, int], None]:
+    """A log of what takes long stays short, and that of a quick command empty."""
+    last = time.monotonic()
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            errors.print(f"{what} {done}/{total}" if total else what, markup=False, highlight=False)
+
+    return report
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------

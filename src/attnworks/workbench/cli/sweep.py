@@ -38,7 +38,7 @@ DEFAULT_SEQ = 4096
 CPU_DEFAULTS = {"heads": 8, "seq": 1024, "head_dim": 64, "dtype": "float32"}
 GRID = Grid((64, 128), (32, 64, 128), (4, 8), (2, 3))  # of --on
 NOTE = "Nothing was timed: the order is the traffic model's. Measure before you believe it."
-MEASURING = ("device", "backend", "threads", "budget", "again", "db", "into")
+MEASURING = ("device", "backend", "threads", "budget", "again", "profile", "db", "into")
 BETWEEN = (
     "Times at the card's full rates: with every re-read found in the L2, and with none. Measured ones will lie above "
     "the first."
@@ -58,6 +58,11 @@ SIZES = ("tile_q", "tile_kv", "warps", "stages")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of the CPU.  [default: torch's]")
 @click.option("--budget", type=float, default=2.0, show_default=True, help="Minutes; run again to go on.")
 @click.option("--again", is_flag=True, help="Measure anew what an earlier sweep measured.")
+@click.option(
+    "--profile",
+    is_flag=True,
+    help="Count what the finalists do: on a GPU bytes, cycles and bank conflicts with ncu, on a CPU its counters.",
+)
 @db_option
 @click.option("--into", type=click.Path(path_type=Path, file_okay=False), help="Folder of tuned plans.  [the user's]")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes that compile.  [default: one for each core]")
@@ -114,6 +119,9 @@ def _measure(ctx: click.Context, problem: Problem, jobs: int, as_json: bool) -> 
             problem, History(o["db"]), backend=backend, grid=_grid(ctx, measured_sweep.GRIDS[backend]),
             seconds=60 * o["budget"], jobs=jobs, again=o["again"], progress=report,
         )  # fmt: skip
+        if o["profile"]:
+            report("profiling", 0, 0)
+            found = measured_sweep.profiled(found)
     path = _write(found, o["into"])
     if as_json:
         print_json(found.to_json() | {"written": str(path) if path else None})

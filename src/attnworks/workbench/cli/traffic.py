@@ -25,7 +25,8 @@ from attnworks.workbench.cli.output import (
     print_table,
     table,
 )
-from attnworks.workbench.cli.problems import machine_named, machine_option, problem_from, problem_options
+from attnworks.workbench.cli.posed import Posed, posed_from, posed_options, titled
+from attnworks.workbench.cli.problems import machine_named, machine_option, problem_options
 
 DEFAULT_SEQ = 4096
 LABELS = {
@@ -39,6 +40,7 @@ STATEMENT = "Tiling saves bytes, not FLOPs: without a mask every schedule does t
 
 @click.command()
 @problem_options(heads=1, seq=DEFAULT_SEQ, head_dim=128, dtype="float16")
+@posed_options
 @machine_option
 @click.option("--tile-q", type=click.IntRange(min=1), help="Rows of a Q tile.  [default: FlashAttention-1's formula]")
 @click.option("--tile-kv", type=click.IntRange(min=1), help="Keys of a KV tile.  [default: FlashAttention-1's formula]")
@@ -66,24 +68,31 @@ def traffic(
     Without options: the well-known bill of one head, N = 4096, d = 128, fp16, on a card of 2 TB/s and 100 TFLOP/s.
     With --schedule: bytes by memory level, and the predicted time with what bounds it.
     """
-    problem = problem_from(ctx, DEFAULT_SEQ)
     if not names and (backward or measured):
         raise click.UsageError("--backward and --measured are about a --schedule: name one")
     if measured and len(names) > 1:
         raise click.UsageError("--measured is about one --schedule: name one")
-    on = machine_named(machine)
+    posed, on = posed_from(ctx, DEFAULT_SEQ), machine_named(machine)
+    problem = posed.problem
     if names:
         asked = [schedules.named(name, problem, on, backward=backward) for name in names]
-        found = [levels.levels(problem, one.with_tiles(tile_q or 0, tile_kv or 0), on) for one in asked]
-        show(problem, found, _read(measured) if measured else None, as_json)
+        tiled = [one.with_tiles(tile_q or 0, tile_kv or 0) for one in asked]
+        found = [levels.levels(problem, one, on, lengths=posed.lengths, maps=posed.maps) for one in tiled]
+        show(problem, found, _read(measured) if measured else None, as_json, posed.notes)
         return
     tiles = (tile_q, tile_kv) if tile_q and tile_kv else paper_tiles(problem, on)
     tiles = (tile_q or tiles[0], tile_kv or tiles[1])
-    bills = [estimate(problem, schedule, *tiles) for schedule in _schedules(problem)]
+    bills = [_bill(posed, schedule, *tiles) for schedule in _schedules(problem)]
     if as_json:
         print_json(_summary(problem, on, bills))
     else:
-        _print(problem, on, bills)
+        _print(problem, on, bills, posed.notes)
+
+
+def _bill(posed: Posed, schedule: str, tile_q: int, tile_kv: int) -> Traffic:
+    if posed.maps:
+        return schedules.bill(posed.problem, schedule, tile_q, tile_kv, posed.maps)
+    return estimate(posed.problem, schedule, tile_q, tile_kv, lengths=posed.lengths)
 
 
 def _read(file: Path) -> levels.Measured:
@@ -125,12 +134,8 @@ def _flops_seconds(flops: int, problem: Problem, on: Hardware) -> float | None:
     return flops / rate if rate else None
 
 
-def _print(problem: Problem, on: Hardware, bills: list[Traffic]) -> None:
+def _print(problem: Problem, on: Hardware, bills: list[Traffic], notes: list[str]) -> None:
     p, standard = problem, bills[0]
-    shape = (
-        f"batch {p.batch}, heads {p.heads_q}/{p.heads_kv}, N {p.seq_q} x {p.seq_kv}, d {p.head_dim}/{p.head_dim_v}, "
-        f"{p.to_json()['dtype']}, mask {p.to_json()['mask']}"
-    )
     columns = ("tiles", "all bytes", "take", "FLOPs", "take", "Q", "K, V", "out", "state", "S, P")
     made = table("schedule", *columns)
     for bill in bills:
@@ -145,14 +150,14 @@ def _print(problem: Problem, on: Hardware, bills: list[Traffic]) -> None:
             in_seconds(bill.compute_seconds(on, p.dtype)),
             *(in_bytes(part) if part else "0" for part in parts),
         )
-    print_table(f"{shape}\non {on.name}", made)
+    print_table(f"{titled(p)}\non {on.name}", made)
     console().print()
     console().print(escape(_matrix_sentence(p, on, standard)))
     rate = on.flops_for(p.dtype)
     time = f", {in_seconds(_flops_seconds(standard.flops, p, on))} at {in_rate(rate, 'FLOP/s')}" if rate else ""
     console().print(f"Q Kᵀ and P V of the visible pairs: {in_rate(standard.flops, 'FLOP')}{time}.")
     console().print(STATEMENT, style="bold")
-    print_notes(_notes(p, on, bills))
+    print_notes(_notes(p, on, bills) + notes)
 
 
 def _matrix_sentence(p: Problem, on: Hardware, standard: Traffic) -> str:
