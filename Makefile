@@ -7,9 +7,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 BUILD := build/editable
 NATIVE := CMakeLists.txt pyproject.toml $(shell find native -name '*.h' -o -name '*.cpp')
 JOBS := $(shell nproc 2>/dev/null || echo 2)
+# The tests start dozens of processes, each of which would compile the package's Python anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test gpu-test bench lint format native native-test neon-test sanitize fuzz matrix clean
+.PHONY: help demo test test-long gpu-test bench lint format native native-test neon-test sanitize fuzz matrix clean
 
 help:  ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,8 +25,12 @@ demo: native  ## Attention proven right, timed against PyTorch's SDPA, and the b
 	echo; echo '--- Why? The bytes that cross the slow memory.'; \
 	attnworks traffic
 
-test: lint native-test neon-test  ## Everything CI runs: lint, types, C++ tests, pytest
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
+test: lint native-test  ## Lint, types, C++ tests, pytest
+	$(PYTEST) -m 'not long'
+
+test-long: neon-test  ## What takes longest, which CI runs besides: NEON under an emulator, tests marked long
+	$(PYTEST) -m long
 
 gpu-test: native  ## What needs a GPU: the Triton backend on every case and on the faults of GPUs
 	$(BIN)/python -m pytest tests/gpu -q

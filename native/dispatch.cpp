@@ -15,7 +15,9 @@ namespace attnworks {
   namespace isa {              \
   extern const Kernels kernels; \
   }
+#ifdef ATTNWORKS_WITH_generic
 ATTNWORKS_DECLARE(generic)
+#endif
 #ifdef ATTNWORKS_WITH_avx2
 ATTNWORKS_DECLARE(avx2)
 #endif
@@ -74,7 +76,9 @@ std::vector<Entry> entries() {
 #ifdef ATTNWORKS_WITH_neon
   all.push_back({&neon::kernels, true});
 #endif
+#ifdef ATTNWORKS_WITH_generic
   all.push_back({&generic::kernels, true});
+#endif
   return all;
 }
 

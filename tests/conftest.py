@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -33,6 +34,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest first, so that no worker is left with one of them at the end."""
     items.sort(key=lambda item: item.path.name not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: the collector, which measuring memory asks for again and again, skips it."""
+    gc.collect()
+    gc.freeze()
 
 
 settings.register_profile("attnworks", deadline=None, derandomize=True, print_blob=True)

@@ -1,6 +1,7 @@
-// What the torch-free tests share: reading and writing elements of any dtype, and which kernels to test.
+// What the torch-free tests share: counting failures, elements of any dtype, sums in double precision, and which kernels to test.
 #pragma once
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
 #include <string>
@@ -8,11 +9,29 @@
 
 #include "../dispatch.h"
 
+#ifdef ATTNWORKS_WITH_generic16
 namespace attnworks::generic16 {
 extern const Kernels kernels;
 }
+#endif
 
 namespace attnworks::test {
+
+inline int checks = 0, failures = 0;
+
+inline void expect(bool right, const std::string& what) {
+  checks++;
+  if (right) return;
+  if (++failures <= 20) printf("FAILED: %s\n", what.c_str());
+}
+// The same with words that are made only for a failure: for the checks of single elements, which they would cost more than all else.
+template <typename What>
+auto expect(bool right, const What& what) -> decltype(what(), void()) {
+  if (right)
+    checks++;
+  else
+    expect(false, what());
+}
 
 constexpr int64_t UNLIMITED = int64_t(1) << 40;
 constexpr DType DTYPES[] = {DType::float32, DType::bfloat16, DType::float16};
@@ -53,11 +72,55 @@ inline void set(DType dtype, char* p, float x) {
   memcpy(p, &half, 2);
 }
 
+// Rows of elements in double precision: read once, as the loops of a reference need each of them many times.
+struct Matrix {
+  int64_t columns;
+  std::vector<double> values;
+  // begin(r): where row r begins
+  template <typename Begin>
+  Matrix(DType dtype, int64_t rows, int64_t columns, Begin begin) : columns(columns) {
+    values.reserve(rows * columns);
+    for (int64_t r = 0; r < rows; r++) {
+      const char* p = begin(r);
+      for (int64_t c = 0; c < columns; c++) values.push_back(get(dtype, p + c * size_of(dtype)));
+    }
+  }
+  const double* row(int64_t r) const { return values.data() + r * columns; }
+};
+
+// A product of two rows, and what it is of their magnitudes.
+struct Product {
+  double value = 0, size = 0;
+  Product(const double* x, const double* y, int64_t count, double factor) {
+    for (int64_t c = 0; c < count; c++) {
+      const double term = x[c] * y[c];
+      value += term;
+      size += fabs(term);
+    }
+    value *= factor;
+    size *= fabs(factor);
+  }
+};
+
+// A sum of weighted rows, and the bound on its error if the weights have the errors given.
+struct WeightedSum {
+  std::vector<double> value, bound;
+  WeightedSum(int64_t columns, double least_bound) : value(columns), bound(columns, least_bound) {}
+  void add(double weight, double error, const double* row) {
+    for (size_t c = 0; c < value.size(); c++) {
+      value[c] += weight * row[c];
+      bound[c] += error * fabs(row[c]);
+    }
+  }
+};
+
 // Every instruction set that this machine runs, and the portable kernels once more with 16 lanes.
 inline std::vector<const Kernels*> all_kernels() {
   std::vector<const Kernels*> all;
   for (const std::string& isa : supported_isas()) all.push_back(&kernels_for(isa));
+#ifdef ATTNWORKS_WITH_generic16
   all.push_back(&generic16::kernels);
+#endif
   return all;
 }
 

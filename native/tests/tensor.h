@@ -1,7 +1,5 @@
-// What the torch-free tests of forward and backward share: counting failures, and tensors of any layout with NaN around them.
+// What the torch-free tests of forward and backward share: tensors of any layout with NaN around them.
 #pragma once
-#include <stdio.h>
-
 #include <algorithm>
 #include <memory>
 #include <random>
@@ -12,14 +10,7 @@
 
 namespace attnworks::test {
 
-inline int checks = 0, failures = 0;
 inline std::mt19937 generator(2026);
-
-inline void expect(bool right, const std::string& what) {
-  checks++;
-  if (right) return;
-  if (++failures <= 20) printf("FAILED: %s\n", what.c_str());
-}
 
 // One (batch, head, row, column) tensor in memory of exactly its extent; elements outside it are NaN.
 struct Tensor {
@@ -59,6 +50,10 @@ struct Tensor {
           for (int64_t c = 0; c < columns; c++) put(b, h, r, c, normal(generator));
   }
   std::string bytes() const { return std::string(memory.get(), extent * size_of(dtype)); }
+  // Rows [first, first + count) of one head.
+  Matrix matrix(int64_t b, int64_t h, int64_t first, int64_t count) const {
+    return Matrix(dtype, count, columns, [&](int64_t r) { return at(b, h, first + r, 0); });
+  }
 };
 
 struct Shape {

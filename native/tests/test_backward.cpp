@@ -45,14 +45,14 @@ struct Case : ForwardCase {
   }
   static int64_t tiles(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
-  // A third of the map's tiles are hidden, a third full, the others have random bits.
+  // A third of the map's tiles are hidden, a third full, the others have random bits; the second tile of keys is hidden from all rows.
   void modify() {
     std::normal_distribution<float> normal;
     for (int64_t n = 0; n < shape.heads_q * shape.seq_q * shape.seq_kv; n++) bias.push_back(normal(generator));
     d_bias.assign(bias.size(), 0);
     for (int64_t h = 0; h < shape.heads_q; h++) slopes.push_back(0.01f * (h + 1));
     for (int64_t tile = 0; tile < tiles(shape.seq_q, MAP_ROWS) * tiles(shape.seq_kv, MAP_KEYS); tile++) {
-      const int kind = generator() % 3;
+      const int kind = tile % tiles(shape.seq_kv, MAP_KEYS) == 1 ? 0 : generator() % 3;
       places.push_back(kind == 0 ? PLACE_HIDDEN : kind == 1 ? PLACE_FULL : (int32_t)(bits.size() / MAP_ROWS));
       for (int64_t row = 0; kind == 2 && row < MAP_ROWS; row++) bits.push_back((uint64_t)generator() << 32 | generator());
     }
@@ -100,52 +100,34 @@ struct Case : ForwardCase {
   }
 
  private:
-  // A sum and, for the bound on its error, the sum of its terms' errors: relative (of their magnitudes) and those of S and dS.
+  // One weighted sum for each row of a gradient; the errors are relative (of the terms' magnitudes) and those of S and dS.
   struct Sums {
-    std::vector<double> value, bound;
-    explicit Sums(int64_t count) : value(count), bound(count) {}
-    void add(int64_t at, double term, double error) {
-      value[at] += term;
-      bound[at] += error;
-    }
-  };
-
-  // Rows [first, first + rows) of one head in double precision.
-  struct Matrix {
     int64_t columns;
-    std::vector<double> values;
-    Matrix(const Tensor& x, int64_t b, int64_t h, int64_t first, int64_t rows) : columns(x.columns) {
-      for (int64_t r = 0; r < rows; r++)
-        for (int64_t c = 0; c < columns; c++) values.push_back(x.value(b, h, first + r, c));
-    }
-    const double* row(int64_t r) const { return values.data() + r * columns; }
-  };
-  // A product of two rows, and what it is of their magnitudes.
-  struct Product {
-    double value = 0, size = 0;
-    Product(const double* x, const double* y, int64_t count, double factor) {
-      for (int64_t c = 0; c < count; c++) {
-        value += factor * x[c] * y[c];
-        size += fabs(factor * x[c] * y[c]);
+    std::vector<double> value, bound;
+    Sums(int64_t rows, int64_t columns) : columns(columns), value(rows * columns), bound(rows * columns) {}
+    void add(int64_t row, double weight, double error, const double* x) {
+      for (int64_t at = row * columns, c = 0; c < columns; at++, c++) {
+        value[at] += weight * x[c];
+        bound[at] += error * fabs(x[c]);
       }
     }
   };
 
   void check_head(int64_t b, int64_t h_kv, int64_t q0, int64_t seq_q, int64_t kv0, int64_t seq_kv) const {
     const int64_t group = shape.heads_q / shape.heads_kv;
-    const Matrix keys(k, b, h_kv, kv0, seq_kv), values(v, b, h_kv, kv0, seq_kv);
-    Sums sum_k(seq_kv * shape.head_dim), sum_v(seq_kv * shape.head_dim_v);
+    const Matrix keys = k.matrix(b, h_kv, kv0, seq_kv), values = v.matrix(b, h_kv, kv0, seq_kv);
+    Sums sum_k(seq_kv, shape.head_dim), sum_v(seq_kv, shape.head_dim_v);
     for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++) {
-      const Matrix queries(q, b, h, q0, seq_q), d_outs(d_out, b, h, q0, seq_q);
-      Sums sum_q(seq_q * shape.head_dim);
+      const Matrix queries = q.matrix(b, h, q0, seq_q), d_outs = d_out.matrix(b, h, q0, seq_q);
+      Sums sum_q(seq_q, shape.head_dim);
       for (int64_t i = 0; i < seq_q; i++) {
         const double through_lse = with_d_lse ? d_lse.value(b, h, q0 + i, 0) : 0;
         add_row(h, queries.row(i), d_outs.row(i), through_lse, i, i + (bounds.top_left ? 0 : seq_kv - seq_q), keys, values, sum_q, sum_k, sum_v);
       }
-      compare("dq", Matrix(d_q, b, h, q0, seq_q), sum_q);
+      compare("dq", d_q.matrix(b, h, q0, seq_q), sum_q);
     }
-    compare("dk", Matrix(d_k, b, h_kv, kv0, seq_kv), sum_k);
-    compare("dv", Matrix(d_v, b, h_kv, kv0, seq_kv), sum_v);
+    compare("dk", d_k.matrix(b, h_kv, kv0, seq_kv), sum_k);
+    compare("dv", d_v.matrix(b, h_kv, kv0, seq_kv), sum_v);
   }
 
   // What row i adds to the gradients; `origin` is its own place among the keys.
@@ -196,11 +178,9 @@ struct Case : ForwardCase {
           expect(false, label + ": d_bias of row " + std::to_string(i) + " key " + std::to_string(j) + " was " + std::to_string(got) + ", must be " +
                             std::to_string(expected));
       }
-      for (int64_t c = 0; c < dim; c++) {
-        sum_q.add(i * dim + c, d_score * keys.row(j)[c], d_error * fabs(keys.row(j)[c]));
-        sum_k.add(j * dim + c, d_score * query[c], d_error * fabs(query[c]));
-      }
-      for (int64_t c = 0; c < dim_v; c++) sum_v.add(j * dim_v + c, probs[n] * d_row[c], error * probs[n] * fabs(d_row[c]));
+      sum_q.add(i, d_score, d_error, keys.row(j));
+      sum_k.add(j, d_score, d_error, query);
+      sum_v.add(j, probs[n], error * probs[n], d_row);
     }
   }
 
@@ -247,8 +227,8 @@ void nothing_to_do(const Kernels& kernels) {
 // Same bits whatever the number of threads and the rest of the batch: also where all tiles of keys are of one head, and take turns.
 void same_bits(const Kernels& kernels) {
   for (DType dtype : DTYPES)
-    for (const Shape& shape : {Shape{2, 4, 2, 130, 150, 24, 40}, Shape{1, 1, 1, 200, 330, 16, 16}}) {
-      Case x(kernels.isa, shape, dtype, {100, 20, false}, 24, 32);
+    for (const Shape& shape : {Shape{2, 4, 2, 70, 100, 24, 40}, Shape{1, 1, 1, 100, 200, 16, 16}}) {
+      Case x(kernels.isa, shape, dtype, {60, 20, false}, 24, 32);
       x.run(kernels, 1);
       const std::string once = x.result();
       for (int threads : {2, 3, 7})
@@ -325,31 +305,33 @@ void large_scores(const Kernels& kernels) {
 
 void varlen(const Kernels& kernels) {
   const std::vector<int64_t>&q = ENDS_Q, &kv = ENDS_KV;
-  for (DType dtype : DTYPES)
-    for (const Bounds& bounds : {ALL, CAUSAL, Bounds{7, 2, true}})
-      for (int layout : {0, 1, 2}) {
-        // rows past the last sequence hold NaN: they are not part of the problem
-        Case x(kernels.isa, {1, 4, 2, 80, 310, 32, 24}, dtype, bounds, 24, 64, layout);
-        x.poison_keys(kv.back());
-        BackwardProblem p = x.problem();
-        p.batch = (int64_t)q.size() - 1;
-        p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = p.d_out.batch = p.d_q.batch = p.d_k.batch = p.d_v.batch = 1 << 30;
-        x.run(kernels, p, q.data(), kv.data(), 2);
-        for (size_t b = 0; b + 1 < q.size(); b++) x.check(0, q[b], q[b + 1] - q[b], kv[b], kv[b + 1] - kv[b]);
-        expect(std::isnan(x.d_q.value(0, 0, 77, 0)) && std::isnan(x.d_k.value(0, 0, 300, 0)), x.label + ": wrote past the last sequence");
-      }
+  int layout = 0;  // each with each dtype and with each of the bounds
+  for (DType dtype : DTYPES) {
+    for (const Bounds& bounds : {ALL, CAUSAL, Bounds{7, 2, true}}) {
+      // rows past the last sequence hold NaN: they are not part of the problem
+      Case x(kernels.isa, {1, 4, 2, 80, 310, 32, 24}, dtype, bounds, 24, 64, layout++ % 3);
+      x.poison_keys(kv.back());
+      BackwardProblem p = x.problem();
+      p.batch = (int64_t)q.size() - 1;
+      p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = p.d_out.batch = p.d_q.batch = p.d_k.batch = p.d_v.batch = 1 << 30;
+      x.run(kernels, p, q.data(), kv.data(), 2);
+      for (size_t b = 0; b + 1 < q.size(); b++) x.check(0, q[b], q[b + 1] - q[b], kv[b], kv[b + 1] - kv[b]);
+      expect(std::isnan(x.d_q.value(0, 0, 77, 0)) && std::isnan(x.d_k.value(0, 0, 300, 0)), x.label + ": wrote past the last sequence");
+    }
+    layout++;
+  }
 }
 
 // Through score steps and a map; hidden tiles of keys hold NaN. The same bits on any number of threads.
 void modified(const Kernels& kernels) {
   for (DType dtype : DTYPES)
-    for (const Bounds& bounds : {ALL, CAUSAL, Bounds{150, 40, true}}) {
-      Case x(kernels.isa, {1, 4, 2, 200, 330, 24, 16}, dtype, bounds, 96, 128);
+    for (const Bounds& bounds : {ALL, CAUSAL, Bounds{90, 40, true}}) {
+      Case x(kernels.isa, {1, 4, 2, 130, 200, 24, 16}, dtype, bounds, 96, 128);
       x.modify();
-      const int64_t tiles_kv = Case::tiles(330, MAP_KEYS);
-      for (int64_t key = 0; key < 330; key++) {
+      const int64_t tiles_kv = Case::tiles(200, MAP_KEYS);
+      for (int64_t key = 0; key < 200; key++) {
         bool hidden = true;
-        for (int64_t row = 0; row < 200; row += MAP_ROWS) hidden &= x.places[row / MAP_ROWS * tiles_kv + key / MAP_KEYS] == PLACE_HIDDEN;
+        for (int64_t row = 0; row < 130; row += MAP_ROWS) hidden &= x.places[row / MAP_ROWS * tiles_kv + key / MAP_KEYS] == PLACE_HIDDEN;
         for (int64_t h = 0; hidden && h < 2; h++) x.k.fill_row(0, h, key, NAN);
       }
       x.run(kernels);

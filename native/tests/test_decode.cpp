@@ -1,15 +1,9 @@
 // Decode against a naive reference in double precision, on every instruction set that this machine runs. Every buffer ends where its last
 // element ends (for the address sanitizer), and everything in it that is not part of the problem is NaN.
-#include <math.h>
-#include <stdio.h>
-#include <string.h>
-
 #include <algorithm>
 #include <numeric>
 #include <random>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "../schedule.h"
 #include "numbers.h"
@@ -20,7 +14,6 @@ using namespace attnworks::test;
 namespace {
 
 constexpr int64_t GARBAGE = INT64_MIN / 3;  // in page table entries that nobody may follow
-int failures = 0, checks = 0;
 
 // ---- a problem with its memory
 
@@ -75,9 +68,13 @@ struct Memory {
       });
     });
     if (!in_k()) v = buffer([&](auto each) { for_keys([&](int64_t b, int64_t j, int64_t h) { each(key_at(p.v, b, h, j), c.head_dim_v); }); });
-    out.assign(batch * p.out.batch * size_of(dtype), 0x55);
-    lse.assign(batch * p.lse.batch, 12345.f);
+    forget();
     randomise();
+  }
+  // As if nothing had been computed yet.
+  void forget() {
+    out.assign(lens.size() * p.out.batch * size_of(dtype), 0x55);
+    lse.assign(lens.size() * p.lse.batch, 12345.f);
   }
 
   bool in_k() const { return c.v_in_k || c.halves; }
@@ -157,49 +154,48 @@ struct Memory {
 
 // ---- the reference
 
-void check(bool good, const std::string& what) {
-  checks++;
-  if (good) return;
-  if (failures++ < 20) printf("FAILED %s\n", what.c_str());
+// Elementwise bound of design: 8 (u + 2^-24 scale |q||k|) through the same contraction on absolute values.
+void compare_row(const Memory& m, int64_t b, int64_t h, int64_t i, const double* query, const Matrix& keys, const Matrix& values, const std::string& row) {
+  const Case& c = m.c;
+  const int64_t kv_len = m.lens[b], shift = c.top_left ? 0 : kv_len - c.seq_q;
+  const int64_t begin = std::max<int64_t>(0, i + shift - c.left), end = std::min(kv_len, i + shift + c.right + 1);
+  std::vector<Product> scores;
+  double most = -INFINITY, total = 0, largest = 0;
+  for (int64_t j = begin; j < end; j++) {
+    scores.emplace_back(query, keys.row(j), c.head_dim, c.scale);
+    most = std::max(most, scores.back().value), largest = std::max(largest, scores.back().size);
+  }
+  for (Product& score : scores) total += score.value = exp(score.value - most);
+  const float lse = m.lse[b * m.p.lse.batch + h * m.p.lse.head + i];
+  if (begin >= end)
+    expect(lse == -INFINITY, row + ": lse of a row without keys");
+  else
+    expect(fabs(lse - (most + log(total))) <= 8 * 0x1p-24 * (largest + fabs(lse) + 4), row + ": lse");
+  WeightedSum expected(c.head_dim_v, m.dtype == DType::float16 ? 0x1p-24 : 0x1p-133);
+  for (size_t n = 0; n < scores.size(); n++) {
+    const double prob = scores[n].value / total;
+    expected.add(prob, 8 * (roundoff(m.dtype) + 0x1p-24 * scores[n].size) * prob, values.row(begin + n));
+  }
+  for (int64_t d = 0; d < c.head_dim_v; d++) {
+    const double out = get(m.dtype, m.out.data() + (Memory::at(m.p.out, b, h, i) + d) * size_of(m.dtype));
+    expect(begin >= end ? out == 0 : fabs(out - expected.value[d]) <= expected.bound[d],
+           [&] { return row + " column " + std::to_string(d) + ": " + std::to_string(out) + ", not " + std::to_string(expected.value[d]); });
+  }
 }
 
-// Elementwise bound of design: 8 (u + 2^-24 scale |q||k|) through the same contraction on absolute values.
 void compare(Memory& m, const std::string& where) {
   const Case& c = m.c;
-  const int64_t group = c.heads_q / c.heads_kv, size = size_of(m.dtype);
-  const double unit = roundoff(m.dtype);
-  Memory::for_rows(m.lens.size(), c.seq_q, c.heads_q, [&](int64_t b, int64_t i, int64_t h) {
-    const int64_t kv_len = m.lens[b], shift = c.top_left ? 0 : kv_len - c.seq_q;
-    const int64_t begin = std::max<int64_t>(0, i + shift - c.left), end = std::min(kv_len, i + shift + c.right + 1);
-    std::vector<double> scores, slack;
-    double most = -INFINITY, total = 0, largest = 0;
-    for (int64_t j = begin; j < end; j++) {
-      double dot = 0, absolute = 0;
-      for (int64_t d = 0; d < c.head_dim; d++) {
-        const double x = get(m.dtype, m.q_at(b, h, i) + d * size) * get(m.dtype, m.k_at(b, h / group, j) + d * size);
-        dot += x, absolute += fabs(x);
+  const int64_t group = c.heads_q / c.heads_kv, batch = m.lens.size();
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t h_kv = 0; h_kv < c.heads_kv; h_kv++) {
+      const Matrix keys(m.dtype, m.lens[b], c.head_dim, [&](int64_t j) { return m.k_at(b, h_kv, j); });
+      const Matrix values(m.dtype, m.lens[b], c.head_dim_v, [&](int64_t j) { return m.v_at(b, h_kv, j); });
+      for (int64_t h = h_kv * group; h < (h_kv + 1) * group; h++) {
+        const Matrix queries(m.dtype, c.seq_q, c.head_dim, [&](int64_t i) { return m.q_at(b, h, i); });
+        for (int64_t i = 0; i < c.seq_q; i++)
+          compare_row(m, b, h, i, queries.row(i), keys, values, where + " batch " + std::to_string(b) + " row " + std::to_string(i) + " head " + std::to_string(h));
       }
-      scores.push_back(dot * c.scale);
-      slack.push_back(8 * (unit + 0x1p-24 * fabs(c.scale) * absolute));
-      most = std::max(most, scores.back()), largest = std::max(largest, fabs(c.scale) * absolute);
     }
-    for (double s : scores) total += exp(s - most);
-    const float lse = m.lse[b * m.p.lse.batch + h * m.p.lse.head + i];
-    const std::string row = where + " batch " + std::to_string(b) + " row " + std::to_string(i) + " head " + std::to_string(h);
-    if (begin >= end)
-      check(lse == -INFINITY, row + ": lse of a row without keys");
-    else
-      check(fabs(lse - (most + log(total))) <= 8 * 0x1p-24 * (largest + fabs(lse) + 4), row + ": lse");
-    for (int64_t d = 0; d < c.head_dim_v; d++) {
-      double value = 0, bound = m.dtype == DType::float16 ? 0x1p-24 : 0x1p-133;
-      for (size_t n = 0; n < scores.size(); n++) {
-        const double term = exp(scores[n] - most) / total * get(m.dtype, m.v_at(b, h / group, begin + n) + d * size);
-        value += term, bound += slack[n] * fabs(term);
-      }
-      const double out = get(m.dtype, m.out.data() + (Memory::at(m.p.out, b, h, i) + d) * size);
-      check(begin >= end ? out == 0 : fabs(out - value) <= bound, row + " column " + std::to_string(d) + ": " + std::to_string(out) + ", not " + std::to_string(value));
-    }
-  });
 }
 bool same_bits(const Memory& a, const Memory& b) {
   return a.out == b.out && memcmp(a.lse.data(), b.lse.data(), a.lse.size() * sizeof(float)) == 0;
@@ -262,20 +258,21 @@ void run_case(const Kernels& kernels, const Case& c, DType dtype, const std::str
   Memory m(c, dtype);
   m.run(kernels, 1);
   compare(m, where);
+  Memory other = m;
   for (int threads : {2, 3}) {
-    Memory other(c, dtype);
+    other.forget();
     other.run(kernels, threads);
-    check(same_bits(m, other), where + ": depends on the number of threads");
+    expect(same_bits(m, other), where + ": depends on the number of threads");
   }
-  Memory alone(c, dtype);
-  for (size_t b = 0; b < c.kv_lens.size(); b++) alone.run_alone(kernels, b);
-  check(same_bits(m, alone), where + ": depends on the batch");
+  other.forget();
+  for (size_t b = 0; b < c.kv_lens.size(); b++) other.run_alone(kernels, b);
+  expect(same_bits(m, other), where + ": depends on the batch");
   Case changed = c;
   changed.poison = 1.f, changed.pages_seed = 99;
   if (c.heads_kv <= 2) changed.gap = 0;  // many heads side by side are taken in smaller blocks of keys, which rounds otherwise
   Memory moved(changed, dtype);
   moved.run(kernels, 2);
-  check(same_bits(m, moved), where + ": depends on the layout, the order of pages or memory outside of the problem");
+  expect(same_bits(m, moved), where + ": depends on the layout, the order of pages or memory outside of the problem");
 }
 
 // Rows of 4 heads in one group, one key special.
@@ -294,15 +291,15 @@ void run_specials(const Kernels& kernels, DType dtype, const std::string& where)
   set(dtype, bad_query.q_at(0, 2, 0), NAN);
   bad_query.run(kernels, 1);
   for (int64_t h = 0; h < 4; h++)
-    check(h == 2 ? nans(bad_query, h) == c.head_dim_v && std::isnan(bad_query.lse[h]) : memcmp(&bad_query.out[h * row], &plain.out[h * row], row) == 0,
+    expect(h == 2 ? nans(bad_query, h) == c.head_dim_v && std::isnan(bad_query.lse[h]) : memcmp(&bad_query.out[h * row], &plain.out[h * row], row) == 0,
           where + ": NaN in one query");
   Memory bad_key(c, dtype), bad_value(c, dtype);
   set(dtype, bad_key.k_at(0, 0, 200), NAN);
   set(dtype, bad_value.v_at(0, 0, 299) + 5 * size, NAN);
   bad_key.run(kernels, 1), bad_value.run(kernels, 1);
   for (int64_t h = 0; h < 4; h++) {
-    check(nans(bad_key, h) == c.head_dim_v && std::isnan(bad_key.lse[h]), where + ": NaN in a key");
-    check(nans(bad_value, h) == 1 && bad_value.lse[h] == plain.lse[h], where + ": NaN in a value");
+    expect(nans(bad_key, h) == c.head_dim_v && std::isnan(bad_key.lse[h]), where + ": NaN in a key");
+    expect(nans(bad_value, h) == 1 && bad_value.lse[h] == plain.lse[h], where + ": NaN in a value");
   }
   // Infinity in the last value of an odd number of keys: nothing may meet it with weight 0.
   Case odd = c;
@@ -311,7 +308,7 @@ void run_specials(const Kernels& kernels, DType dtype, const std::string& where)
   set(dtype, infinite.v_at(0, 0, 298) + 5 * size, INFINITY);
   infinite.run(kernels, 1);
   for (int64_t h = 0; h < 4; h++)
-    check(get(dtype, infinite.out.data() + h * row + 5 * size) == INFINITY && nans(infinite, h) == 0, where + ": an infinite value");
+    expect(get(dtype, infinite.out.data() + h * row + 5 * size) == INFINITY && nans(infinite, h) == 0, where + ": an infinite value");
   // A score of -inf hides its key: the result is that of the keys before it.
   Memory hidden(c, dtype), shorter(c, dtype);
   shorter.lens[0] = 299;
@@ -319,7 +316,7 @@ void run_specials(const Kernels& kernels, DType dtype, const std::string& where)
     for (int64_t h = 0; h < 4; h++) set(dtype, m->q_at(0, h, 0), 1.f);
   set(dtype, hidden.k_at(0, 0, 299), -INFINITY);
   hidden.run(kernels, 1), shorter.run(kernels, 1);
-  check(same_bits(hidden, shorter), where + ": a score of -inf");
+  expect(same_bits(hidden, shorter), where + ": a score of -inf");
   // One key far below every finite stand-in for -inf: softmax is shift-invariant.
   c.kv_lens = {1};
   for (float scale : {-1e5f, -1e30f, 1e30f}) {
@@ -332,8 +329,8 @@ void run_specials(const Kernels& kernels, DType dtype, const std::string& where)
       }
     far.run(kernels, 1);
     for (int64_t h = 0; h < 4; h++) {
-      check(memcmp(&far.out[h * row], far.v_at(0, 0, 0), row) == 0, where + ": one key gives its value");
-      check(fabs(far.lse[h] / scale - 1) < 1e-6, where + ": one key gives its score");
+      expect(memcmp(&far.out[h * row], far.v_at(0, 0, 0), row) == 0, where + ": one key gives its value");
+      expect(fabs(far.lse[h] / scale - 1) < 1e-6, where + ": one key gives its score");
     }
   }
 }
@@ -346,7 +343,7 @@ void run_concurrently(const Kernels& kernels, const std::string& where) {
   std::thread other([&] { a.run(kernels, 2); });
   b.run(kernels, 2);
   other.join();
-  check(same_bits(a, expected) && same_bits(b, expected), where + ": two callers at once");
+  expect(same_bits(a, expected) && same_bits(b, expected), where + ": two callers at once");
 }
 
 }  // namespace

@@ -1,7 +1,5 @@
 // Score steps, sinks and tile maps in prefill, packed sequences and decode, against a naive reference in double precision that looks at one
 // pair of query and key at a time. Operands end where their last element ends (for the address sanitizer), hidden tiles of K and V are NaN.
-#include <stdio.h>
-
 #include <algorithm>
 #include <functional>
 #include <random>
@@ -15,14 +13,7 @@ using namespace attnworks::test;
 
 namespace {
 
-int checks = 0, failures = 0;
 std::mt19937 generator(2026);
-
-void expect(bool right, const std::string& what) {
-  checks++;
-  if (right) return;
-  if (++failures <= 20) printf("FAILED: %s\n", what.c_str());
-}
 
 // Contiguous elements of any dtype in memory of exactly their size.
 struct Array {
@@ -161,20 +152,14 @@ struct Case {
     double highest = -INFINITY, sum = 0, largest = 0;
     for (int64_t j = 0; j < keys; j++) {
       if (j < i + shift - bounds.left || j > i + shift + bounds.right || (visible && !visible(b, h, i, j))) continue;
-      double s = 0;
-      for (int64_t d = 0; d < dim; d++) {
-        const double product = x.q[at * dim + d] * x.k[(first + j) * dim + d];
-        s += product;
-        sizes[j] += fabs(product);
-      }
-      s /= sqrt((double)dim);
-      sizes[j] /= sqrt((double)dim);
+      const Product product(&x.q[at * dim], &x.k[(first + j) * dim], dim, 1 / sqrt((double)dim));
+      scores[j] = product.value;
+      sizes[j] = product.size;
       for (const Step& step : steps) {
-        s = step.apply(s, b, h, i, j, keys - queries);
-        sizes[j] = std::max(sizes[j], fabs(s));
+        scores[j] = step.apply(scores[j], b, h, i, j, keys - queries);
+        sizes[j] = std::max(sizes[j], fabs(scores[j]));
       }
-      scores[j] = s;
-      highest = std::max(highest, s);
+      highest = std::max(highest, scores[j]);
       largest = std::max(largest, sizes[j]);
     }
     const double sink_logit = sink.empty() ? -INFINITY : sink[h];
@@ -183,19 +168,21 @@ struct Case {
     if (sink_logit != -INFINITY) sum += exp(sink_logit - highest);
     const double expected_lse = sum == 0 ? -INFINITY : highest + log(sum), got_lse = lse[at];
     const double lse_bound = 8 * 0x1p-24 * (1 + fabs(expected_lse) + largest) + (dtype == DType::bfloat16 ? 1e-4 : 0);
-    expect(got_lse == expected_lse || fabs(got_lse - expected_lse) <= lse_bound,
-           label + ": lse of row " + std::to_string(at) + " was " + std::to_string(got_lse) + ", must be " + std::to_string(expected_lse));
+    expect(got_lse == expected_lse || fabs(got_lse - expected_lse) <= lse_bound, [&] {
+      return label + ": lse of row " + std::to_string(at) + " was " + std::to_string(got_lse) + ", must be " + std::to_string(expected_lse);
+    });
+    WeightedSum expected(dim, 1e-7);
+    for (int64_t j = 0; j < keys; j++) {
+      if (scores[j] == 0) continue;  // its value may be NaN
+      const double prob = scores[j] / sum;
+      expected.add(prob, 8 * prob * (roundoff(dtype) + 0x1p-24 * sizes[j]), &x.v[(first + j) * dim]);
+    }
     for (int64_t d = 0; d < dim; d++) {
-      double expected = 0, bound = 1e-7;
-      for (int64_t j = 0; j < keys; j++) {
-        if (scores[j] == 0) continue;
-        const double value = x.v[(first + j) * dim + d];
-        expected += scores[j] / sum * value;
-        bound += 8 * scores[j] / sum * fabs(value) * (roundoff(dtype) + 0x1p-24 * sizes[j]);
-      }
       const double got = out[at * dim + d];
-      expect(fabs(got - expected) <= bound, label + ": out of row " + std::to_string(at) + " column " + std::to_string(d) + " was " +
-                                                std::to_string(got) + ", must be " + std::to_string(expected));
+      expect(fabs(got - expected.value[d]) <= expected.bound[d], [&] {
+        return label + ": out of row " + std::to_string(at) + " column " + std::to_string(d) + " was " + std::to_string(got) + ", must be " +
+               std::to_string(expected.value[d]);
+      });
     }
   }
 };

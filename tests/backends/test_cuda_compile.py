@@ -93,6 +93,7 @@ COMPILED = {
 
 
 @needs_nvrtc
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMPILED)
 def test_kernels_compile_without_spills_and_plain_ones_to_what_was_measured(name: str) -> None:
     code, log = compiler.compiled(text(VARIANTS[name]))

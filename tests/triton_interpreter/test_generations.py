@@ -54,7 +54,7 @@ def test_values_agree_with_fp64(schedule, name, lengths):
     """Whole tiles, ragged ones, and more queries than keys, so that the first rows of a causal mask see none."""
     mask, visible = MASKS[name]
     seq_q, seq_kv = lengths
-    q, k, v = randn(2, 2, seq_q, 16), randn(2, 1, seq_kv, 16), randn(2, 1, seq_kv, 24)
+    q, k, v = randn(1, 2, seq_q, 16), randn(1, 1, seq_kv, 16), randn(1, 1, seq_kv, 24)
     out, lse = run(schedule, q, k, v, mask=mask)
     expected, expected_lse = dense_oracle(
         q, k, v, None if visible is None else lambda i, j: visible(i, j, seq_q, seq_kv)

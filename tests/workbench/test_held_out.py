@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -94,16 +95,23 @@ def _rounding(case: Case) -> float:
 
 
 @cache
+def _built(case: Case) -> Inputs:
+    """Not to be given to a kernel, which may write to it."""
+    return case.build()
+
+
+@cache
 def _expected(case: Case) -> Tensors:
-    return expect(case.build(), case.gradients).values
+    return expect(_built(case), case.gradients).values
 
 
 def _miss(held: HeldOut, case: Case) -> float | None:
     """The largest relative error of a tensor in roundings of the input dtype; infinite where what is not finite is not
     the same, an input was changed or rows outside the problem are not 0. None where the kernel does not do the case."""
-    subject, inputs = as_subject(held.function, held.convention), case.build()
+    subject, inputs = as_subject(held.function, held.convention), _built(case)
     if subject.reasons(inputs):
         return None
+    inputs = deepcopy(inputs)
     before = [x.clone() for x in _read_only(inputs)]
     leaves = inputs.differentiable() if case.gradients else {}
     try:

@@ -21,6 +21,7 @@ def _written() -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows[2:]}
 
 
+@pytest.mark.long
 def test_diagnose_names_faults_as_the_page_says() -> None:
     """A sample with seed 0; the whole is ``attnworks diagnose --kill-table --seeds 5``."""
     written = _written()
