@@ -147,7 +147,9 @@ class Case:
 
         ``values`` are shared by all builds of a case and must not be written to; everything else is fresh.
         """
-        return self._built([replace(part) for part in values or _values(self)], poison)
+        # A quantised cache's values are those that it holds: to quantise them once more would change them.
+        drawn = values if values and self.cache_dtype is None else _values(self)
+        return self._built([replace(part) for part in drawn], poison)
 
     def outline(self) -> Inputs:
         """What ``build`` gives with zeros for values, in a fraction of the time: to ask whether somebody runs it.
