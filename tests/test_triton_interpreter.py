@@ -10,11 +10,16 @@ import pytest
 
 FOLDER = Path(__file__).parent / "triton_interpreter"
 FILES = sorted(FOLDER.glob("test_*.py"))
+LONG = ("test_conformance", "test_generations", "test_mutants")
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
-@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(file, marks=[pytest.mark.long] * (file.stem in LONG)) for file in FILES],
+    ids=[file.stem for file in FILES],
+)
 def test_kernels_in_the_interpreter(file):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
