@@ -1,6 +1,8 @@
 // Results to device memory. Where shared memory has room (BULK_STORE), a warp lays its 16 rows there and the copy engine
 // takes them away, which leaves out what is past the sequence's last row. Packed sequences have another one's first row
 // there; their results, and those of the widest heads, go straight from registers.
+constexpr int V_CHUNKS = (HEAD_DIM_V + 63) / 64;  // of 64 columns: one swizzled line
+constexpr u32 STAGE_CHUNK = 16 * 128;             // bytes of one of them of a warp's results
 #if SPLIT
 typedef float Result;  // a part's, which merge.cuh puts together
 #else
@@ -77,7 +79,7 @@ template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Par
   __syncwarp();  // all of the warp's writes are visible to the copy engine
   if (lane == 0) {
 #pragma unroll
-    for (int c = 0; c < (HEAD_DIM_V + 63) / 64; c++)
+    for (int c = 0; c < V_CHUNKS; c++)
       tma_store(map, stage + c * STAGE_CHUNK, 64 * c, to.row, to.head, to.batch);
     tma_store_commit();
   }

@@ -6,13 +6,13 @@
 //   producer   find a tile of rows -> Q, K and V of it, into rings of STAGES buffers
 //   consumers  S = Q K^T -> score -> mask -> softmax -> O += P V; after the last KV tile LSE and O
 
-constexpr int Q_CHUNKS = (HEAD_DIM + 63) / 64, V_CHUNKS = (HEAD_DIM_V + 63) / 64;  // of 64 columns: one swizzled line
-constexpr u32 Q_CHUNK = 64 * 128, KV_CHUNK = TILE_KV * 128;                      // bytes
+constexpr int Q_CHUNKS = (HEAD_DIM + 63) / 64;               // as V_CHUNKS
+constexpr u32 Q_CHUNK = 64 * 128, KV_CHUNK = TILE_KV * 128;  // bytes
 constexpr u32 OUT_BYTES = BULK_STORE ? 4 * GROUPS * V_CHUNKS * STAGE_CHUNK : 0;
 constexpr u32 Q_BYTES = Q_CHUNKS * Q_CHUNK, K_BYTES = Q_CHUNKS * KV_CHUNK, V_BYTES = V_CHUNKS * KV_CHUNK;
 
-// Shared memory: Q of each group, rings of K and of V, with BULK_STORE each warp's results, barriers, two slots for what the producer found. SHARED_BYTES
-// (source.py) is its size. Of each barrier: what its phases tell whom.
+// Shared memory: Q of each group, rings of K and of V, with BULK_STORE each warp's results, barriers, two slots for what
+// the producer found. shared_bytes (source.py) is its size. Of each barrier: what its phases tell whom.
 struct Shared {
   u32 q, k, v, out;
   u32 q_full;   // [GROUPS] TMA -> group: its 64 rows of Q are there
@@ -26,7 +26,8 @@ struct Shared {
 DEV Shared layout(u32 base) {
   Shared s;
   s.q = base, s.k = s.q + GROUPS * Q_BYTES, s.v = s.k + STAGES * K_BYTES;
-  s.out = s.v + STAGES * V_BYTES, s.work = s.out + OUT_BYTES, s.q_full = s.work + 2 * WORK_BYTES, s.q_empty = s.q_full + 8 * GROUPS;
+  s.out = s.v + STAGES * V_BYTES, s.work = s.out + OUT_BYTES;
+  s.q_full = s.work + 2 * WORK_BYTES, s.q_empty = s.q_full + 8 * GROUPS;
   s.k_full = s.q_empty + 8 * GROUPS, s.k_empty = s.k_full + 8 * STAGES;
   s.v_full = s.k_empty + 8 * STAGES, s.v_empty = s.v_full + 8 * STAGES;
   s.work_full = s.v_empty + 8 * STAGES, s.work_empty = s.work_full + 16;
@@ -130,7 +131,7 @@ DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const 
 #pragma unroll 1
     for (; tile >= span.first; tile--) load_k(tile), load_v(tile + 1);
     // The next tile's Q can't be loaded before its buffer is free, which is when it is needed; so that it is near then.
-    // After the last V is asked for it would be too late: that lost 2 to 5 % (H200, 2026-11-30).
+    // After the last V is asked for it would be too late: that lost 1 to 5 % to 4k keys (H200, 2026-11-30).
     Work next;
     more = find(p, n, lane, cursor, next);
     if (more && leads)

@@ -142,7 +142,6 @@ class Forward:
         # Of packed sequences the lengths, and so the tiles, are known on the device only.
         self._grid = units if built.varlen else min(units, tiles_of(p, plan) * split.parts(p, plan))
         self._maps, self._params = Maps(p, describe(p, plan, out=built.bulk_store)), params_of(p, plan)
-        self._mapped = len(self._maps.places)
         q, k, v, *mapped = self._maps.places
         arguments = q, k, v, ctypes.addressof(self._params), *mapped
         self._arguments = (c_void_p * len(arguments))(*arguments)
@@ -174,9 +173,8 @@ class Forward:
         into, into_lse = (out, lse) if merge is None else merge.empty(device)
         params = self._params
         with self._lock:
-            addresses = o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), into.data_ptr()
-            params.out = addresses[3]
-            self._maps.point_to(*addresses[: self._mapped])
+            params.out = into.data_ptr()
+            self._maps.point_to(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), into.data_ptr())
             if into_lse is not None:
                 params.lse = into_lse.data_ptr()
             if self._counters is not None:

@@ -115,15 +115,15 @@ class Maps:
         self._words: tuple[c_uint64, ...] = ()
 
     def point_to(self, *addresses: int) -> None:
-        """As many as there are maps. Raises ``DriverError``."""
+        """Of q, k, v and the results, whether those have a map or not. Raises ``DriverError``."""
         if self._words:
-            for word, address in zip(self._words, addresses, strict=True):
+            for word, address in zip(self._words, addresses, strict=False):
                 word.value = address
         elif addresses != self._addresses:
-            for number, address in enumerate(addresses):
+            for number, address in enumerate(addresses[: len(self.places)]):
                 status = self._encode(self.places[number], number, address)
                 driver().check(status, f"mapping {NAMES[number]}: {self._described[number]}")
-            if not self._addresses and all(self._begins_with_address(number) for number in range(len(addresses))):
+            if not self._addresses and all(map(self._begins_with_address, range(len(self.places)))):
                 self._words = tuple(c_uint64.from_address(place) for place in self.places)
             self._addresses = addresses
 

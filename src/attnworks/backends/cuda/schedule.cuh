@@ -46,7 +46,6 @@ struct Work {
   int split;  // which part of the keys
 #endif
 };
-constexpr u32 STAGE_CHUNK = 16 * 128;  // bytes of 64 columns of a warp's results
 constexpr u32 WORK_BYTES = 32;  // of which packed sequences and tile maps use more than the first 16
 
 struct Diagonals {
