@@ -141,15 +141,12 @@ class Case:
     def with_seed(self, seed: int) -> Case:
         return replace(self, seed=seed)
 
-    def build(self, poison: float = math.nan, values: Sequence[SequenceTensors] = ()) -> Inputs:
+    def build(self, poison: float = math.nan) -> Inputs:
         """The tensors, made from the case's name and seed alone; ``poison`` fills whatever is not the problem's.
-        ``values``: those of an earlier build, which need not be drawn again.
 
         ``values`` are shared by all builds of a case and must not be written to; everything else is fresh.
         """
-        # A quantised cache's values are those that it holds: to quantise them once more would change them.
-        drawn = values if values and self.cache_dtype is None else _values(self)
-        return self._built([replace(part) for part in drawn], poison)
+        return self._built([replace(part) for part in _values(self)], poison)
 
     def outline(self) -> Inputs:
         """What ``build`` gives with zeros for values, in a fraction of the time: to ask whether somebody runs it.
@@ -316,13 +313,16 @@ def _largest(parts: Sequence[Tensor], heads: int) -> Tensor:
     return torch.where(found == 0, 1, found)
 
 
-@lru_cache(maxsize=4)
+_KEPT = 16  # cases: a case is built many times in a row, and a run works out the answers of a dozen ahead
+
+
+@lru_cache(maxsize=_KEPT)
 def _values(case: Case) -> list[SequenceTensors]:
-    """The problem's values. The last few cases' are kept: a case is built many times in a row."""
+    """The problem's values."""
     rng = torch.Generator().manual_seed(case._number)
     return [case._sequence(rng, seq_q, seq_kv) for seq_q, seq_kv in case.sequences]
 
 
-@lru_cache(maxsize=16)  # a run asks for those of the next few cases, and again when it comes to them
+@lru_cache(maxsize=_KEPT)
 def _outline(case: Case) -> Inputs:
     return case._built([case._blank(seq_q, seq_kv) for seq_q, seq_kv in case.sequences], 0.0)

@@ -90,10 +90,6 @@ class Answers:
     def _inputs(self) -> Inputs:
         return self.case.build()
 
-    def build(self) -> Inputs:
-        """Fresh inputs of the case."""
-        return self.case.build(values=self._inputs.values)
-
     @cached_property
     def forward(self) -> dict[str, Standard]:
         if self._together:
@@ -267,7 +263,7 @@ def verify_case(subject: Subject, answers: Answers) -> list[Result]:
     got: dict[str, list[Tensor]] = {}
 
     def forward() -> tuple[tuple[Measure, ...], str]:
-        inputs = answers.build()
+        inputs = case.build()
         out, lse = subject(inputs)
         got.update(_gathered(subject, inputs, out, lse))
         return tuple(measure(answers.forward[n], got[n]) for n in got), _outside(inputs, {"out": out})
@@ -295,7 +291,7 @@ def _gathered(subject: Subject, inputs: Inputs, out: Tensor, lse: Tensor | None)
 
 
 def _gradients(subject: Subject, answers: Answers) -> tuple[tuple[Measure, ...], str]:
-    inputs = answers.build()
+    inputs = answers.case.build()
     leaves = inputs.differentiable()
     out, lse = subject(inputs)
     assert lse is not None or not answers.case.lse_cotangent, "reasons() refuses the others"
