@@ -64,6 +64,15 @@ const Bounds ALL = {UNLIMITED, UNLIMITED, false}, CAUSAL = {UNLIMITED, 0, false}
 
 // Where packed sequences end: empty ones, and ones without keys or without queries.
 const std::vector<int64_t> ENDS_Q = {0, 0, 5, 40, 40, 77}, ENDS_KV = {0, 9, 9, 60, 70, 300};
+// run(dtype, bounds, layout) for packed sequences: each layout with each dtype and with each of the bounds.
+template <typename Run>
+void each_packed(Run run) {
+  int layout = 0;
+  for (DType dtype : DTYPES) {
+    for (const Bounds& bounds : {ALL, CAUSAL, Bounds{7, 2, true}}) run(dtype, bounds, layout++ % 3);
+    layout++;
+  }
+}
 
 // The tensors of a forward call, its inputs random.
 struct ForwardCase {

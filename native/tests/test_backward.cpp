@@ -305,21 +305,17 @@ void large_scores(const Kernels& kernels) {
 
 void varlen(const Kernels& kernels) {
   const std::vector<int64_t>&q = ENDS_Q, &kv = ENDS_KV;
-  int layout = 0;  // each with each dtype and with each of the bounds
-  for (DType dtype : DTYPES) {
-    for (const Bounds& bounds : {ALL, CAUSAL, Bounds{7, 2, true}}) {
-      // rows past the last sequence hold NaN: they are not part of the problem
-      Case x(kernels.isa, {1, 4, 2, 80, 310, 32, 24}, dtype, bounds, 24, 64, layout++ % 3);
-      x.poison_keys(kv.back());
-      BackwardProblem p = x.problem();
-      p.batch = (int64_t)q.size() - 1;
-      p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = p.d_out.batch = p.d_q.batch = p.d_k.batch = p.d_v.batch = 1 << 30;
-      x.run(kernels, p, q.data(), kv.data(), 2);
-      for (size_t b = 0; b + 1 < q.size(); b++) x.check(0, q[b], q[b + 1] - q[b], kv[b], kv[b + 1] - kv[b]);
-      expect(std::isnan(x.d_q.value(0, 0, 77, 0)) && std::isnan(x.d_k.value(0, 0, 300, 0)), x.label + ": wrote past the last sequence");
-    }
-    layout++;
-  }
+  each_packed([&](DType dtype, const Bounds& bounds, int layout) {
+    // rows past the last sequence hold NaN: they are not part of the problem
+    Case x(kernels.isa, {1, 4, 2, 80, 310, 32, 24}, dtype, bounds, 24, 64, layout);
+    x.poison_keys(kv.back());
+    BackwardProblem p = x.problem();
+    p.batch = (int64_t)q.size() - 1;
+    p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = p.d_out.batch = p.d_q.batch = p.d_k.batch = p.d_v.batch = 1 << 30;
+    x.run(kernels, p, q.data(), kv.data(), 2);
+    for (size_t b = 0; b + 1 < q.size(); b++) x.check(0, q[b], q[b + 1] - q[b], kv[b], kv[b + 1] - kv[b]);
+    expect(std::isnan(x.d_q.value(0, 0, 77, 0)) && std::isnan(x.d_k.value(0, 0, 300, 0)), x.label + ": wrote past the last sequence");
+  });
 }
 
 // Through score steps and a map; hidden tiles of keys hold NaN. The same bits on any number of threads.

@@ -137,21 +137,17 @@ void skipped_tiles(const Kernels& kernels) {
 
 void varlen(const Kernels& kernels) {
   const std::vector<int64_t>&q = ENDS_Q, &kv = ENDS_KV;
-  int layout = 0;  // each with each dtype and with each of the bounds
-  for (DType dtype : DTYPES) {
-    for (const Bounds& bounds : {ALL, CAUSAL, Bounds{7, 2, true}}) {
-      // rows past the last sequence hold NaN: they are not part of the problem
-      Case x(kernels.isa, {1, 4, 2, 80, 310, 32, 24}, dtype, bounds, 16, 64, layout++ % 3);
-      x.poison_keys(kv.back());
-      ForwardProblem p = x.problem();
-      p.batch = (int64_t)q.size() - 1;
-      p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = 1 << 30;  // must be ignored
-      run_forward_varlen(kernels, p, x.operands(), q.data(), kv.data(), 2);
-      for (size_t b = 0; b + 1 < q.size(); b++) x.check(0, q[b], q[b + 1] - q[b], kv[b], kv[b + 1] - kv[b]);
-      expect(std::isnan(x.out.value(0, 0, 77, 0)), x.label + ": a row past the last sequence was written");
-    }
-    layout++;
-  }
+  each_packed([&](DType dtype, const Bounds& bounds, int layout) {
+    // rows past the last sequence hold NaN: they are not part of the problem
+    Case x(kernels.isa, {1, 4, 2, 80, 310, 32, 24}, dtype, bounds, 16, 64, layout);
+    x.poison_keys(kv.back());
+    ForwardProblem p = x.problem();
+    p.batch = (int64_t)q.size() - 1;
+    p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = 1 << 30;  // must be ignored
+    run_forward_varlen(kernels, p, x.operands(), q.data(), kv.data(), 2);
+    for (size_t b = 0; b + 1 < q.size(); b++) x.check(0, q[b], q[b + 1] - q[b], kv[b], kv[b + 1] - kv[b]);
+    expect(std::isnan(x.out.value(0, 0, 77, 0)), x.label + ": a row past the last sequence was written");
+  });
 }
 
 void extreme_scores(const Kernels& kernels) {
