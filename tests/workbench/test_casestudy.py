@@ -97,8 +97,8 @@ def test_steps_differ_in_one_thing_and_end_with_the_own_choice_once():
 
 @needs_native
 def test_the_profile_is_of_standard_attention():
-    found = casestudy.profile(problem(256, 1, 1, torch.float32, 16))
-    assert 0.7 < sum(kernel.share for kernel in found.kernels) < 1.01, "of a tiny problem the small ones count too"
+    found = casestudy.profile(problem(512, 2, 1, torch.float32, 16))  # in smaller ones calls weigh as much as kernels
+    assert abs(sum(kernel.share for kernel in found.kernels) - 1) < 0.1
     assert found.modelled_bytes > 4 * found.matrix_bytes
     names = " ".join(kernel.name for kernel in found.kernels)
     assert re.search("softmax", names) and re.search("mm", names)
