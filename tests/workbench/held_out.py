@@ -16,6 +16,9 @@ from workbench.held_out_kernels import (
     blocked,
     caches,
     eager,
+    fourth,
+    fourth_backward,
+    fourth_caches,
     precision,
     right,
     second,
@@ -29,7 +32,7 @@ from workbench.held_out_kernels import (
 )
 from workbench.held_out_kernels.causes import CAUSES
 
-__all__ = ["CAUSES", "SECOND", "SUBJECTS", "THIRD", "HeldOut"]
+__all__ = ["CAUSES", "FOURTH", "SECOND", "SUBJECTS", "THIRD", "HeldOut"]
 
 
 @dataclass(frozen=True)
@@ -327,3 +330,59 @@ THIRD: list[HeldOut] = [
 ]
 """A third set, in the styles of many authors, for what was changed in sight of the second; all of it is right inside
 ``third.repaired()``."""
+
+FOURTH: list[HeldOut] = [
+    # Heads, head dims, masks.
+    _held_out(fourth.groups_of_three_in_turn, "flash", "wrong GQA head map"),
+    _held_out(fourth.strides_of_v_as_if_dense, "sdpa", "strides ignored"),
+    _held_out(fourth.channels_past_128_unread, "sdpa", "channels left out"),
+    _held_out(fourth.first_and_last_head_exchanged, "sdpa", "heads of the output exchanged"),
+    _held_out(fourth.window_one_longer_on_its_left, "flash", "window off by one"),
+    _held_out(fourth.window_short_where_lengths_differ, "flash", "window off by one"),
+    _held_out(fourth.top_left_where_queries_are_more, "flash", "causal top-left"),
+    _held_out(fourth.bias_of_the_sequence_before, "sdpa", "mask or bias broadcast wrong"),
+    _held_out(fourth.mask_of_the_first_sequence_without_heads, "sdpa", "mask or bias broadcast wrong"),
+    _held_out(fourth.slopes_of_the_first_sequence, "flash", "ALiBi of another sequence"),
+    # Scores and the softmax.
+    _held_out(fourth.scale_without_its_sign, "sdpa", "scale without its sign"),
+    _held_out(fourth.scale_in_bf16, "sdpa", "scale rounded"),
+    _held_out(fourth.product_in_fp16_before_the_scale, "sdpa", "rounded too early"),
+    _held_out(fourth.eager_in_the_input_dtype, "sdpa", "rounded too early"),
+    _held_out(fourth.scores_clamped, "flash", "scores clamped"),
+    _held_out(fourth.keys_past_8192_hidden, "flash", "keys past a limit"),
+    _held_out(fourth.lonely_last_key_twice, "flash", "key counted twice"),
+    _held_out(fourth.not_rescaled_with_whole_tiles, "sdpa", "accumulator not rescaled"),
+    _held_out(fourth.small_rises_forgotten, "sdpa", "sum and accumulator not rescaled"),
+    _held_out(fourth.empty_rows_divided_by_zero, "flash", "rows without keys"),
+    _held_out(fourth.keys_in_another_order_each_time, "sdpa", "race"),
+    _held_out(fourth_caches.sink_counted_twice, "attnworks", "sink counted twice"),
+    _held_out(fourth_caches.sink_in_the_lse_alone, "attnworks", "sink only in the LSE"),
+    _held_out(fourth_caches.softcap_always_first, "attnworks", "scores in another order"),
+    # Results and gradients.
+    _held_out(fourth.last_row_lost_now_and_then, "sdpa", "race"),
+    _held_out(fourth.last_row_stays_in_the_buffer, "sdpa", "last query tile dropped"),
+    _held_out(fourth.lse_of_empty_rows_is_0, "flash", "LSE of rows without keys"),
+    _held_out(fourth_backward.dk_halved_in_the_tail, "sdpa", "dK, dV of the last tile wrong"),
+    _held_out(fourth_backward.dk_of_the_tail_is_the_tiles_before, "sdpa", "dK, dV of the last tile wrong"),
+    _held_out(fourth_backward.dq_of_64_rows_only, "sdpa", "dQ of later rows lost"),
+    _held_out(fourth_backward.dv_divided_by_the_group, "sdpa", "dK, dV averaged over the group"),
+    _held_out(fourth_backward.dv_in_fp16, "sdpa", "backward in 16 bits"),
+    # Packed sequences and caches.
+    _held_out(fourth_caches.packed_lse_in_base_2, "flash_varlen", "LSE in base 2"),
+    _held_out(fourth_caches.last_of_three_pages_dropped, "flash_kvcache", "tail dropped"),
+    _held_out(fourth_caches.page_after_a_full_one, "flash_kvcache", "wrong page"),
+    _held_out(fourth_caches.table_rows_as_short_as_needed, "flash_kvcache", "wrong page"),
+    _held_out(fourth_caches.reads_one_slot_more, "flash_kvcache", "length off by one"),
+    # Nothing to be named.
+    _held_out(fourth.very_negative_lses_shrink, "flash", None),
+    _held_out(fourth.right_chain, "flash", None, right=True),
+    _held_out(fourth.right_backwards, "sdpa", None, right=True),
+    _held_out(fourth.right_base_2, "flash", None, right=True),
+    _held_out(fourth.right_sixteen_splits, "flash", None, right=True),
+    _held_out(fourth.right_in_fp64, "sdpa", None, right=True),
+    _held_out(fourth.right_normalised_before_rounding, "sdpa", None, right=True),
+    _held_out(fourth.right_sum_rounded_once, "sdpa", None, right=True),
+    _held_out(fourth_backward.right_backward_of_its_own, "sdpa", None, right=True),
+    _held_out(fourth_caches.right_cache, "flash_kvcache", None, right=True),
+]
+"""A fourth set, by somebody else again, to get past ``verify``: most of it is wrong in few problems only."""
