@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from attnworks.workbench.diagnose.kills import Rank, Row, page, rank
+from attnworks.workbench.faults import FAULTS
 from attnworks.workbench.hunt import kill_table
-from attnworks.workbench.mutants import FAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "kill_table.md"
 # What no probe shows: verify's own cases find these.

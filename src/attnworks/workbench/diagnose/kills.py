@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from attnworks.workbench.diagnose.nearest import SPLIT, Corpus, Progress
+from attnworks.workbench.faults import FAULTS
 from attnworks.workbench.hunt import Kill, kill_table
 from attnworks.workbench.inputs import Inputs
-from attnworks.workbench.mutants import FAULTS, Mutant
+from attnworks.workbench.mutants import Mutant
 from attnworks.workbench.verify import fresh_memory_poisoned
 
 Found = TypeVar("Found")

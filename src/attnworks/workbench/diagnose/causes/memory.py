@@ -19,6 +19,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             GROUP,
             "K's and V's head offsets: each its own stride, one index.",
         ),
+        "heads of the output exchanged": Cause(
+            "Some heads hold another head's output; LSE right.",
+            "O[b, h] from Q[b, h]",
+            "The head that the output is stored at; permutations after packing groups.",
+        ),
+        "channels left out": Cause(
+            "Wrong from a head dim on, or where it is no multiple of a chunk.",
+            "S = scale · Σ over all channels of Q and K",
+            "Loops over chunks of the head dim; how it is padded.",
+        ),
         "K and V exchanged": Cause(
             "Wrong everywhere; with K = V right.", "O = softmax(scale · Q Kᵀ) V", "The arguments' order."
         ),
@@ -29,6 +39,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Right for contiguous tensors, wrong for views.",
             "address = base + Σ index · stride",
             "Strides worked out from sizes; a missing .contiguous().",
+        ),
+        "sequences left out": Cause(
+            "A batch: some sequences are 0 or hold what was there.",
+            "every sequence is computed",
+            "The grid's extent; early exits.",
         ),
         "sequences not apart": Cause(
             "Packed sequences: each sees its neighbours' keys.",
