@@ -52,7 +52,8 @@ class Diagnosis:
         rival = self.candidates[1].distance if len(self.candidates) > 1 else 1.0
         explained = self.candidates[0].explained >= MOST * self.candidates[0].wrong
         alone = explained and not self.candidates[0].second_fault
-        return "sure" if first <= NEAR and rival - first >= GAP and alone else "likely"
+        answered = bool(self.failing)  # not by where it raises alone
+        return "sure" if first <= NEAR and rival - first >= GAP and alone and answered else "likely"
 
     def to_json(self) -> dict[str, Any]:
         return {
