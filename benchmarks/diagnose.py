@@ -20,6 +20,7 @@ import time
 import warnings
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ import torch
 from attnworks.workbench import environment
 
 if TYPE_CHECKING:
+    from attnworks.workbench.diagnose.nearest import Corpus
     from workbench.held_out import HeldOut
 
 # What each cause of the held-out kernels is called by diagnose. Written once, by neither side; faults that diagnose has
@@ -179,6 +181,14 @@ class Row:
         return self.verdict in ("first", "second", "right")
 
 
+@cache
+def _corpus(seed: int) -> Corpus:
+    """The known faults' answers, worked out once in a process."""
+    from attnworks.workbench.diagnose.nearest import Corpus
+
+    return Corpus(seed=seed)
+
+
 def diagnose_one(index: int, seed: int) -> Row:
     """Diagnose one held-out kernel in this process."""
     from attnworks.workbench.diagnose import diagnose
@@ -188,7 +198,7 @@ def diagnose_one(index: int, seed: int) -> Row:
     warnings.simplefilter("ignore")
     kernel = kernels()[index]
     started = time.perf_counter()
-    found = diagnose(prepare_function(kernel.function, kernel.convention).subject, seed=seed)
+    found = diagnose(prepare_function(kernel.function, kernel.convention).subject, seed=seed, corpus=_corpus(seed))
     seconds = time.perf_counter() - started
     faults = [candidate.fault for candidate in found.candidates[:5]]
     distance = found.candidates[0].distance if found.candidates else 0.0

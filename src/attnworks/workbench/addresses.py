@@ -30,7 +30,7 @@ class Addresses:
             read = [self._moved(n, ends_q, ends_kv, lengths) for n in range(len(own))]
         elif self.has("sequences not apart"):
             read = [self._mixed(n, s, ends_kv[-1], max(lengths)) for n, s in enumerate(own)]
-        elif self.has("tail keys unmasked") and self.way:
+        elif self.has("tail keys unmasked") and self.way == 1:
             read = [
                 slice(s.start, min(s.start + self._rounded(n), ends_kv[-1])) for n, s in zip(lengths, own, strict=True)
             ]
@@ -94,7 +94,7 @@ class Addresses:
         elif self.has("cache lengths ignored") and self.way:
             step = (8, 16, 32, 64, 128, page_size or 256)[self.way - 1]
             read = [min(-(-n // step) * step, capacity) for n in lengths]
-        elif self.has("tail keys unmasked") and self.way:
+        elif self.has("tail keys unmasked") and self.way == 1:
             read = [min(self._rounded(n), capacity) for n in lengths]
         counted = lengths
         if self.has("causal from other lengths"):

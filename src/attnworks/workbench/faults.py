@@ -178,7 +178,7 @@ WAYS = {
     "key offsets from queries": 8,
     "sequences not apart": 6,
     "causal from other lengths": 3,
-    "tail keys unmasked": 1,
+    "tail keys unmasked": 2,
     "tail rows unwritten": 1,
     "cache lengths ignored": 6,
     "longest length for all": 3,

@@ -72,8 +72,11 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         if _skipped(m, start + first, k[:, keys].shape[1]):
             continue
         s, _ = m.tile(q, k[:, keys], start + first)
-        if has("tail keys unmasked") and not m.addresses.way:
-            s = torch.nn.functional.pad(s, (0, m.tile_kv - s.shape[-1]))
+        padding = m.tile_kv - s.shape[-1]
+        if has("tail keys unmasked") and m.addresses.way == 0:
+            s = torch.nn.functional.pad(s, (0, padding))
+        if has("tail keys unmasked") and m.addresses.way == 2:  # with copies of the last key
+            s = torch.cat((s[..., :-1], s[..., -1:] + math.log(1 + padding)), -1)
         new_top = torch.maximum(top, s.amax(-1, keepdim=True))
         if has("sum not rescaled") and m.addresses.way:  # the maximum follows only where it rises far
             new_top = torch.where(new_top > top + 8, new_top, top)

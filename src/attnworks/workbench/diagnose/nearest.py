@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -181,6 +182,14 @@ class Corpus:
         self.benches = [Bench(probe) for probe in (probes(seed) if chosen is None else chosen)]
         self.variants = variants()
         self._tables: dict[int, _Table] = {}
+        self._known: dict[Bench, _Known] = {}
+
+    def view(self, more: Sequence[Probe] = ()) -> Corpus:
+        """A corpus of the same probes, with all that is known about them, and of ``more``; what sizes are tried in it
+        are its own."""
+        found = Corpus(more)
+        found.benches, found._known = self.benches + found.benches, self._known
+        return found
 
     def observe(self, subject: Subject, progress: Progress | None = None) -> list[Observation]:
         """A subject's answers to every probe."""
@@ -235,7 +244,7 @@ class Corpus:
 
     def _sizes(self, seen: Sequence[Observation], failing: list[int], progress: Progress | None) -> list[int]:
         """The best tile sizes of the nearest of the faults that have such, by the first probes that tell."""
-        telling = [place for place in failing if self.benches[place].probe.name in TILE_PROBES][:SIZE_PROBES]
+        telling = [place for place in failing if _tells_sizes(self.benches[place])][:SIZE_PROBES]
         if not telling:
             return []
         if self.benches[telling[0]].probe.case.form != "dense":
@@ -261,13 +270,19 @@ class Corpus:
             if not observation.answers:
                 continue
             if place not in self._tables:
-                self._tables[place] = _Table(bench, self.variants)
+                known = self._known.setdefault(bench, _Known(bench))
+                self._tables[place] = _Table(known, self.variants)
             totals += self._tables[place].compare(observation, chosen)
         everywhere, mine = (
             torch.where(weight > 0, total / weight.clamp_min(1e-9), 1.0) for total, weight in (totals[:2], totals[2:4])
         )
         narrow = NARROWED + (1 - NARROWED) * mine + ELSEWHERE * everywhere
         return torch.stack((torch.minimum(everywhere, narrow), *totals[4:], (narrow < everywhere).float())).T
+
+
+def _tells_sizes(bench: Bench) -> bool:
+    """Whether sizes show in a probe; a case that was found or named because it fails may be the only one that tells."""
+    return bench.probe.name in TILE_PROBES or not bench.probe.case.name.startswith("probe: ")
 
 
 def _best_ways(places: Iterable[tuple[str, int]]) -> list[int]:
@@ -281,11 +296,11 @@ def _best_ways(places: Iterable[tuple[str, int]]) -> list[int]:
 class _Table:
     """The answers of all variants to one probe, a row each, filled as they are needed."""
 
-    def __init__(self, bench: Bench, chosen: Sequence[Variant]) -> None:
-        self.bench, self.chosen = bench, chosen
-        count, asked = len(chosen), {written: _asked(bench, written) for written in (False, True)}
+    def __init__(self, known: _Known, chosen: Sequence[Variant]) -> None:
+        self.known, self.bench, self.chosen = known, known.bench, chosen
+        count, asked = len(chosen), known.asked
         self.unknown = torch.tensor([v.fault in asked[v.written] for v in chosen])
-        self.rows = {name: _Rows(truth, count) for name, truth in bench.truths.items()}
+        self.rows = {name: _Rows(truth, count) for name, truth in self.bench.truths.items()}
         self.changes, self.writes = torch.zeros(2, count, dtype=torch.bool)
 
     def compare(self, seen: Observation, chosen: list[int]) -> Tensor:
@@ -329,14 +344,33 @@ class _Table:
         return totals
 
     def _fill(self, place: int) -> None:
-        v = self.chosen[place]
-        seen = self.bench.observe(v.subject(), properties=v.fault in UNSTEADY, wrong_ones=False)
+        seen = self.known.answers(self.chosen[place])
         for name, rows in self.rows.items():
             if seen.raised:  # it followed a page number into nowhere
                 rows.put(place, self.bench.lost(name))
             elif name in seen.answers:  # gradients do not count where the output is wrong
                 rows.put(place, seen.answers[name])
         self.changes[place], self.writes[place], self.unknown[place] = seen.changes, seen.writes, False
+
+
+class _Known:
+    """What variants answer to one probe, as far as that was asked for."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self._seen: dict[Variant, Observation] = {}
+
+    @cached_property
+    def asked(self) -> dict[bool, set[str]]:
+        return {written: _asked(self.bench, written) for written in (False, True)}
+
+    def answers(self, v: Variant) -> Observation:
+        if v not in self._seen:
+            seen = self.bench.observe(v.subject(), properties=v.fault in UNSTEADY, wrong_ones=False)
+            # Only what is wrong is compared, on the sample.
+            seen.answers = {name: replace(a, parts=[]) for name, a in seen.answers.items() if a.failed}
+            self._seen[v] = seen
+        return self._seen[v]
 
 
 class _Rows:
