@@ -4,7 +4,7 @@ For one tensor of one probe, two kernels of which only one is wrong are 1 apart.
 they are, on which elements (Jaccard) and, twice, by what (the share of the errors that agrees, beyond what errors agree
 in by chance); what is equal in all three is 0 apart. Where neither is wrong nothing is learned. The distance is the
 mean over everything that either gets wrong. A fault may be there under a condition only, on one path of several: a
-fault that is near in everything that the subject gets wrong comes into consideration too, ``NARROWED`` further away,
+fault that is near in all calls in which the subject fails comes into consideration too, ``NARROWED`` further away,
 however much it gets wrong elsewhere. Gradients count only where the output is right: what is wrong in them
 otherwise follows from it, in a different way in every implementation.
 """
@@ -304,8 +304,8 @@ class _Table:
         self.changes, self.writes = torch.zeros(2, count, dtype=torch.bool)
 
     def compare(self, seen: Observation, chosen: list[int]) -> Tensor:
-        """(distances, weights, both again of what the subject has wrong, wrong in both and alike, wrong in the subject,
-        and of those alike how many differ by more than rounding), each for every chosen variant."""
+        """(distances, weights, both again if the subject fails, wrong in both and alike, wrong in the subject, and of
+        those alike how many differ by more than rounding), each for every chosen variant."""
         for place in chosen:
             if self.unknown[place]:
                 self._fill(place)
@@ -330,7 +330,7 @@ class _Table:
             if bool(alike.any()):
                 left[alike] = rows.apart(index[alike], answer)
             mine = counts & answer.failed
-            own = weight * mine
+            own = weight * seen.failed
             totals += torch.stack(
                 (weight * distance, weight, own * distance, own, alike.float(), mine.float(), left.float())
             )
@@ -339,7 +339,7 @@ class _Table:
                 mine = torch.full_like(theirs, flag)
                 weight = STEADINESS_WEIGHT * (mine | theirs)
                 shared = (mine & theirs).float()
-                own, differ = weight * mine, mine != theirs
+                own, differ = weight * seen.failed, mine != theirs
                 totals += torch.stack((weight * differ, weight, own * differ, own, shared, mine.float(), 0 * weight))
         return totals
 
