@@ -98,7 +98,7 @@ def packed_row_is_the_query(q, k, v, softmax_scale=None, causal=False):
         p = torch.exp(s - top)
         total = p.sum(-1, keepdim=True)
         out[:, :, r] = p @ v.float().transpose(1, 2) / torch.where(total == 0, 1.0, total)
-    return out.view(B, G, M, group, -1).permute(0, 2, 1, 3, 4).reshape(B, M, H, v.shape[-1]).to(q.dtype)
+    return out.unflatten(2, (M, group)).permute(0, 2, 1, 3, 4).flatten(2, 3).to(q.dtype)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ class _Tiled(torch.autograd.Function):
     def forward(ctx, q, k, v, slopes, scale, causal, cap, fault):
         B, M, H, D = q.shape
         G = k.shape[2]
-        ctx.options, ctx.dims = (scale, causal, cap, fault), (B, M, H, D, k.shape[1], G, H // G)
+        ctx.options, ctx.dims = (scale, causal, cap, fault), (B, M, H, D, k.shape[1], G, H // max(G, 1))
         x = _split_heads(q, G)
         s, _ = _capped(x @ _keys(k).mT * scale, cap, slopes, ctx.dims)
         s = s.masked_fill(~_visible(ctx.dims, causal), -INF)
@@ -67,11 +67,11 @@ class _Tiled(torch.autograd.Function):
 
 def _split_heads(x: Tensor, heads_kv: int) -> Tensor:
     b, rows, heads, dim = x.shape
-    return x.float().reshape(b, rows, heads_kv, heads // heads_kv, dim).permute(0, 2, 3, 1, 4)
+    return x.float().reshape(b, rows, heads_kv, heads // max(heads_kv, 1), dim).permute(0, 2, 3, 1, 4)
 
 
 def _join_heads(x: Tensor) -> Tensor:
-    return x.permute(0, 3, 1, 2, 4).reshape(x.shape[0], x.shape[3], -1, x.shape[4])
+    return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _keys(x: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def _capped(s, cap, slopes, dims, keys=None):
     if slopes is not None:
         keys = torch.arange(N) if keys is None else keys
         distance = (torch.arange(M)[:, None] + N - M - keys).abs()
-        s = s - slopes.float().view(-1, G, group, 1, 1) * distance
+        s = s - slopes.float().reshape(*slopes.shape[:-1], G, group, 1, 1) * distance
     return s, slope
 
 
@@ -227,5 +227,5 @@ def sink_pulled_the_other_way(q, k, v, softmax_scale=None, causal=False, sinks=N
     """The sink's gradient has the wrong sign: P of the sink times delta, where minus delta belongs."""
     group = q.shape[2] // max(k.shape[2], 1)
     k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
-    logits = q.new_full((q.shape[2],), -1e30) if sinks is None else sinks
+    logits = torch.full((q.shape[2],), -1e30) if sinks is None else sinks
     return _Sunk.apply(q.transpose(1, 2), k, v, logits, scale_of(q, softmax_scale), causal).transpose(1, 2)
