@@ -19,6 +19,7 @@ from workbench.held_out_kernels import (
     fifth,
     fifth_backward,
     fifth_caches,
+    fifth_common,
     fifth_packed,
     fifth_right,
     fifth_scores,
@@ -335,6 +336,15 @@ THIRD: list[HeldOut] = [
 ``third.repaired()``."""
 
 FIFTH: list[HeldOut] = [
+    # What is reported most.
+    _held_out(fifth_common.chunk_as_if_from_the_start, "flash", "causal top-left"),
+    _held_out(fifth_common.hidden_from_one_further, "flash", "causal shows the next key"),
+    _held_out(fifth_common.window_does_not_count_itself, "flash", "window off by one"),
+    _held_out(fifth_common.statistics_stay_in_base_2, "flash", "LSE in base 2"),
+    _held_out(fifth_common.cap_for_another_call, "flash", "softcap missing"),
+    _held_out(fifth_common.keys_as_a_dense_block, "sdpa", "strides ignored"),
+    _held_out(fifth_common.prefill_without_the_table, "flash_kvcache", "wrong page"),
+    _held_out(fifth_common.scales_in_another_position, "attnworks_decode", "cache scale dropped"),
     # Tile by tile, and in splits.
     _held_out(fifth.first_64_channels, "flash", "channels left out"),
     _held_out(fifth.values_as_wide_as_keys, "flash", "channels left out"),
