@@ -162,7 +162,7 @@ def page(rows: Sequence[Row], by_output: Sequence[Rank] = ()) -> str:
         "",
         f"Written by `attnworks diagnose --kill-table{option} --seeds {seeds} --write docs/kill_table.md`.",
         "",
-        f"{len(rows)} wrong kernels, one fault each, {seeds} seeds."
+        f"{len(rows)} wrong kernels, one fault each, {seeds} {'seed' if seeds == 1 else 'seeds'}."
         f" `attnworks verify` catches {caught} with every seed.",
         *(_about_ranks(rows, by_output) if ranked else ()),
         "",

@@ -113,7 +113,9 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Is it returned?",
         ),
         "bias gradient scaled": Cause("dBias off by the scale.", "dBias = dS", "dS before the scale is multiplied in."),
-        "sink gradient missing": Cause("dSink is 0.", "dSink = -Σ exp(sink - LSE) · delta", "Is it returned?"),
+        "sink gradient missing": Cause(
+            "dSink is 0, or has the wrong sign.", "dSink = -Σ exp(sink - LSE) · delta", "Is it returned, and its sign?"
+        ),
         "empty rows leak into gradients": Cause(
             "NaN in gradients if there are rows without keys.", PBACK, "exp(S - (-inf)): guard LSE = -inf."
         ),

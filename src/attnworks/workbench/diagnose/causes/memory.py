@@ -98,9 +98,13 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "cache[kv_lens[b] + n] = k_new[b, n] before reading",
             "Is the first new key put at kv_lens[b], in the page that the table names for that slot?",
         ),
-        "k_scale dropped": Cause("8-bit cache: weights wrong.", "K = k_scale · stored", "The scale of each KV head."),
+        "k_scale dropped": Cause(
+            "8-bit cache: weights wrong.",
+            "K = k_scale · stored",
+            "The scale of each KV head: there, once, K's own, by the KV head's number.",
+        ),
         "v_scale dropped": Cause(
-            "8-bit cache: off by a constant factor.", "V = v_scale · stored", "The scale in the end."
+            "8-bit cache: off by a constant factor.", "V = v_scale · stored", "V's own scale, once, at the end."
         ),
         "writes into q": Cause(
             "An input is changed by the call.", "q, k and v are read only", "In-place operations on a view."
