@@ -123,6 +123,11 @@ def plan_for(p: Problem, units: int = 0) -> Plan:
     raise ValueError(f"head_dim, head_dim_v: were {p.head_dim}, {p.head_dim_v}, must be at most 256")
 
 
+def adapt(p: Problem, plan: Plan, units: int) -> Plan:
+    """The tiles of a measured plan, with the keys split as fills the multiprocessors for this problem."""
+    return split_over(p, replace(plan, schedule="q_outer", split_kv=0), units)
+
+
 def can_split(p: Problem) -> bool:
     """Whether keys may be split at all. How many parts fill the card depends on the rest of the batch, so not where
     bits must not."""
