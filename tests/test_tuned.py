@@ -85,7 +85,9 @@ def test_the_cuda_backend_takes_a_row_and_splits_the_keys_as_the_problem_asks(fo
 
 
 def test_what_a_kernel_must_be_compiled_for_is_in_the_key():
-    keys = [tuned.key_of(gpu_problem(modifiers=m), H200, "cuda") for m in ((), (Softcap(5.0),), (ALiBi(torch.ones(16)),))]
+    keys = [
+        tuned.key_of(gpu_problem(modifiers=m), H200, "cuda") for m in ((), (Softcap(5.0),), (ALiBi(torch.ones(16)),))
+    ]
     assert len(set(keys)) == 3 and keys[1].endswith("softcap") and keys[2].endswith("alibi")
 
 

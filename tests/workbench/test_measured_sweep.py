@@ -153,8 +153,7 @@ def test_plans_differ_from_the_choice_in_what_the_grid_says():
     assert [(plan.tile_q, plan.warps, plan.stages) for plan in found] == [(128, 12, 2), (128, 12, 3), (192, 16, 3)]
     split = Plan("triton", "split_kv", 16, 64, 512, warps=4, stages=3)
     keys = [
-        plan.split_kv
-        for plan in measured_sweep.plans(many, split, Grid((64, 128), (48, 64), (4,), (3,)), triton, h200)
+        plan.split_kv for plan in measured_sweep.plans(many, split, Grid((64, 128), (48, 64), (4,), (3,)), triton, h200)
     ]
     assert keys == [512, 528]
 

@@ -19,7 +19,6 @@ from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
 
 
-
 @dataclass(frozen=True)
 class Compiled:
     """What a compiler made of one kernel: bytes of shared memory, registers a thread, bytes of registers spilled to

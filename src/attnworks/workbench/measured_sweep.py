@@ -176,7 +176,10 @@ def reasons(
 ) -> dict[Plan, tuple[str, ...]]:
     """Why each plan would be no good, before anything is run: by the backend's own word, the sizes of the machine, and
     if ``compiled`` for GPUs by the compiler, in so many processes as ``jobs``."""
-    found = {plan: (why,) if (why := tile_sweep.refusal(problem, plan, backend)) else () for plan in asked}
+    found: dict[Plan, tuple[str, ...]] = {}
+    for plan in asked:
+        why = tile_sweep.refusal(problem, plan, backend)
+        found[plan] = (why,) if why else ()
     if backend.NAME == "cpu":
         found |= {plan: _outgrown(problem, plan, backend, hardware) for plan in asked if not found[plan]}
     good = [plan for plan in asked if not found[plan]]

@@ -43,6 +43,8 @@ def of_plan(p: Problem, plan: Plan) -> Schedule:
     """What a backend's forward plan moves. Raises ``ValueError`` for a schedule that is not described here."""
     name = {"tiled": "q_outer", "eager": "standard"}.get(plan.schedule, plan.schedule)
     passes = _forward_passes(p, plan, name)
+    if plan.backend == "cuda":
+        passes = (_persistent(p, plan, passes[0]), *passes[1:])
     if plan.visit_all:
         passes = tuple(replace(one, skips=False) for one in passes)
     made = Schedule(f"{plan.backend} {plan.schedule}", passes, plan.tile_q or 64, plan.tile_kv or 64, plan.split_kv)
@@ -81,6 +83,14 @@ def _forward_passes(p: Problem, plan: Plan, name: str) -> tuple[Pass, ...]:
             replace(values, streams=("p", "v"), once=()),
         )
     raise ValueError(f"plan schedule: was {plan.schedule!r}, which has no description of what it moves")
+
+
+def _persistent(p: Problem, plan: Plan, one: Pass) -> Pass:
+    """A thread block on each multiprocessor, which works through tiles of rows as the kernel orders them."""
+    from attnworks.backends.cuda import plans, source
+
+    ordered = plans.variant(p, plan).longest_first
+    return replace(one, resident=1, section=(lambda q: plans.section(q, source.L2_SECTION_BYTES)) if ordered else None)
 
 
 def backward_of(p: Problem, backend: str) -> Schedule:

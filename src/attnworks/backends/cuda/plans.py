@@ -252,5 +252,7 @@ def section(p: Problem, l2_bytes: int) -> int:
     few, its long tiles begin when there is nothing else left to do."""
     bytes_of_head = max(1, p.seq_kv * (p.head_dim + p.head_dim_v) * p.element_size)
     most = max(1, min(l2_bytes // bytes_of_head, SECTION_HEADS // p.group))
+    if p.form == "varlen":  # whose kernel finds it for each sequence (find in schedule.cuh)
+        return min(p.heads_q, max(1, l2_bytes // bytes_of_head) * p.group)
     heads = p.batch * p.heads_kv
     return min(heads, min(range(most, most // 2, -1), key=lambda size: -heads % size)) * p.group
