@@ -202,8 +202,8 @@ def main() -> None:
     cases = counted([{"subject": s, "n": n, "causal": causal} | sizes for s, n, causal in each], profile.BYTES)
     rows = [row_of(case, on) for case in cases]
     print(
-        f"{on.name}: {TOKENS} tokens, {asked.heads} heads, head_dim {asked.head_dim}, bf16. MiB of the device's memory and "
-        "its L2\n"
+        f"{on.name}: {TOKENS} tokens, {asked.heads} heads, head_dim {asked.head_dim}, bf16. MiB of the device's memory "
+        "and its L2\n"
     )
     print(printed(table(rows), asked.markdown))
     if any(row.get("warm") for row in rows):

@@ -229,10 +229,13 @@ def sweep(
     chosen, _, _ = dispatch.choose(problem, backend)
     table = chosen.candidates(problem, hardware)[0]
     asked = plans(problem, table, grid, chosen, hardware)
-    rejected = reasons(problem, asked, chosen, hardware, jobs=jobs, report=report)
-    rejected[table] = ()  # it runs, whatever is said of it
     key = key_of(problem, chosen, hardware)
     begun, kept = ("", {}) if again else _kept(history, key, problem)
+    known = {table, *kept}  # the backend's choice runs, whatever is said of it, and others have run
+    judged = reasons(
+        problem, [plan for plan in asked if plan not in known], chosen, hardware, jobs=jobs, report=report
+    )
+    rejected = {plan: judged.get(plan, ()) for plan in asked}
     marks = {"sweep": key, "begun": begun or datetime.now(timezone.utc).isoformat()}
     race = _Race(marks, problem, table, history, kept)
     waiting = [plan for plan in asked if plan != table and not rejected[plan] and plan not in race.standing]
