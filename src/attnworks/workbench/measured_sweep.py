@@ -232,9 +232,7 @@ def sweep(
     key = key_of(problem, chosen, hardware)
     begun, kept = ("", {}) if again else _kept(history, key, problem)
     known = {table, *kept}  # the backend's choice runs, whatever is said of it, and others have run
-    judged = reasons(
-        problem, [plan for plan in asked if plan not in known], chosen, hardware, jobs=jobs, report=report
-    )
+    judged = reasons(problem, [plan for plan in asked if plan not in known], chosen, hardware, jobs=jobs, report=report)
     rejected = {plan: judged.get(plan, ()) for plan in asked}
     marks = {"sweep": key, "begun": begun or datetime.now(timezone.utc).isoformat()}
     race = _Race(marks, problem, table, history, kept)

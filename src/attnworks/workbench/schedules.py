@@ -146,8 +146,8 @@ def _triton_backward(p: Problem) -> Schedule:
 
 def _with_operands(p: Problem, schedule: Schedule, backend: str) -> Schedule:
     """Biases are read in every visited tile by what computes S, and so are boolean masks. Where backends have a tile
-    map, its entry is read for every visited tile, and what it shows in part: by ``cuda`` and ``cpu`` as the map's own
-    bits, by ``triton`` as the mask."""
+    map, each tile of rows reads where its entries begin, and for every visited tile its entry, and what it shows in
+    part: by ``cuda`` and ``cpu`` as the map's own bits, by ``triton`` as the mask."""
     mapped = p.form == "dense" and not all(isinstance(term, Bounds) for term in p.mask)
     masks = _pair_operands("mask", [term.operand for term in p.mask if isinstance(term, DenseMask)], partial=mapped)
     if mapped and backend in ("cpu", "cuda"):
@@ -156,15 +156,21 @@ def _with_operands(p: Problem, schedule: Schedule, backend: str) -> Schedule:
         masks = (Array("mask bits", "pair", lambda _: bits, partial=True),)
     biases = [term.operand for term in p.scores if term.kind == "bias" and term.operand is not None]
     operands = (*masks, *_pair_operands("bias", biases))
+    lists: tuple[Array, ...] = ()
     if mapped:
         operands += (Array("tile map", "kv", lambda _: 4 / schedule.tile_kv),)
+        words = 4 if backend == "cuda" else 2  # of 32 bits
+        lists = (Array("tile map rows", "q", lambda _: 4 * words / schedule.tile_q),)
     if not operands:
         return schedule
-    names = tuple(array.name for array in operands)
+    names, rows = tuple(array.name for array in operands), tuple(array.name for array in lists)
     passes = tuple(
-        replace(one, streams=one.streams + names) if one.inner and one.products[0] else one for one in schedule.passes
+        replace(one, streams=one.streams + names, keeps=one.keeps + (rows if one.outer == "q" else ()))
+        if one.inner and one.products[0]
+        else one
+        for one in schedule.passes
     )
-    return replace(schedule, passes=passes, arrays=(*schedule.arrays, *operands))
+    return replace(schedule, passes=passes, arrays=(*schedule.arrays, *operands, *lists))
 
 
 def _pair_operands(name: str, found: Sequence[OperandSpec], *, partial: bool = False) -> tuple[Array, ...]:
