@@ -167,6 +167,12 @@ def test_reads_of_sections_with_the_longest_first_are_those_of_a_simulated_cache
     assert found.read == pytest.approx(true, rel=0.06)
 
 
+def test_a_section_that_runs_at_once_reads_nothing_again():
+    p = problem(512, batch=32, mask=Causal())  # 4 tiles of 32 heads, 132 multiprocessors
+    found = levels.levels(p, schedules.named("cuda", p, H200), replace(H200, shared_cache_bytes=2**20))
+    assert found.read + found.written == p.minimum_bytes()
+
+
 def test_the_hopper_kernel_takes_heads_in_its_own_sections():
     """So many heads that their K and V take 32 MiB, at most 32, a thread block on each multiprocessor."""
     for changes, heads in (({}, 32), ({"seq": 16384, "batch": 1}, 4), ({"heads_kv": 4}, 32), ({"mask": None}, None)):

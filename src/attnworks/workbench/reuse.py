@@ -54,7 +54,7 @@ def longest_first(turns: Turns, heads: int, common: Tensor) -> tuple[Tensor, Ten
     """The same where a block is ``heads`` heads that begin together, each with its last tile of queries; ``common`` is
     that of one head. The shortest tiles, which end a block, hardly keep the next one from beginning a turn of its own;
     and what the longest alone have read is not touched again."""
-    ends = torch.arange(turns.at_once, turns.block, turns.at_once, device="cpu")
+    ends = torch.arange(turns.at_once, max(turns.at_once, turns.block), turns.at_once, device="cpu")
     place, ahead = (
         len(common) - 1 - ends // heads,
         ends % heads,
