@@ -16,8 +16,9 @@ H200 = hardware.load("h200-sxm")
 MIB = 2**20
 WHERE = '"7","python3","127.0.0.1"'
 PLACE = '"1","7","(128, 1, 1)","(2048, 1, 1)","0","9.0"'
-# Of the Triton forward; of standard attention; each with what emptied the caches after it.
+# Of nothing; of the Triton forward; of standard attention; each with what emptied the caches after it.
 LAUNCHES = [
+    ("void at::native::reduce_kernel<512, 1>", 512 * MIB, 20 * MIB, 512 * MIB),
     ("forward", 200 * MIB, 20 * MIB, 4200 * MIB),
     ("void at::native::reduce_kernel<512, 1>", 512 * MIB, 46 * MIB, 512 * MIB),
     ("write_scores", 130 * MIB, 1000 * MIB, 5000 * MIB),
