@@ -6,10 +6,10 @@ backward, and backend "cuda".
 
 One process runs every case under ncu. With the first kernel that is measured some MiB are written that are not its own
 (4 to 13 seen on an H200): it is one without use. Each case runs first unmeasured, which compiles; then the caches are
-emptied by reading a large buffer, which leaves nothing in them that must be written; then the call is measured, and with
-it another reading of the buffer. What that one writes is what the call left in the L2, and is counted to it: all that a
-call stores reaches the memory sooner or later. Metrics that take more than one pass would find the caches warm, and are
-marked.
+emptied by reading a large buffer, which leaves nothing in them that must be written; then the call is measured, and
+with it another reading of the buffer. What that one writes is what the call left in the L2, and is counted to it: all
+that a call stores reaches the memory sooner or later. Metrics that take more than one pass would find the caches warm,
+and are marked.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Clock:
         return {name: [_seconds(pair) for pair in found] for name, found in pairs.items()}
 
     def flush_slowdown(self, attempts: int = 15) -> float:
-        """How many times as long a read of a third of the L2 takes after a flush as right after itself: medians, without
+        """How many times as long a read of a third of the L2 takes after a flush as right after itself: medians, less
         what a launch takes that reads next to nothing. About 1: the flush does nothing."""
         probe = torch.ones(self._l2 // 3 // 4, device=self._device)
         launch, warm, cold = [], [], []
