@@ -108,6 +108,14 @@ def test_compiled_for_a_card_that_is_not_here(card):
     assert 32 < found.compiled.registers <= 255 and found.programs >= 1
 
 
+def test_where_calls_take_the_cuda_backend_it_is_named(monkeypatch):
+    monkeypatch.setattr(cuda, "missing", lambda: "")
+    monkeypatch.setattr(tile_sweep, "compile_all", lambda target, asked, jobs: ((n, GOOD) for n in range(len(asked))))
+    for card, named in (("h100-sxm", True), ("a100-sxm-40gb", False)):
+        ran = CliRunner().invoke(main, ["sweep", "--on", card, "--tile-q", "64", "--tile-kv", "64", "--json"])
+        assert any("--backend cuda" in note for note in json.loads(ran.stdout)["notes"]) == named
+
+
 def test_turing_gets_no_tensor_cores_and_the_command_says_so():
     arguments = ["sweep", "--on", "t4", "--seq", "256", "--head-dim", "32", "--tile-q", "32", "--tile-kv", "32"]
     ran = CliRunner().invoke(main, [*arguments, "--warps", "4", "--stages", "1", "--jobs", "1", "--json"])

@@ -262,14 +262,15 @@ def sweep(
     return replace(result, best=best, ratio=ratio, row=row)
 
 
-def profiled(found: Found) -> Found:
+def profiled(found: Found, report: Progress = lambda *_: None) -> Found:
     """With what the device's profiler counted of those that met in the final, or notes why it did not."""
-    standings = [
-        replace(one, record=counters.with_profile(found.problem, one.record, Planned(one.plan)))
-        if one.final and one.record
-        else one
-        for one in found.standings
-    ]
+    finalists = [one for one in found.standings if one.final and one.record]
+    counted = {}
+    for done, one in enumerate(finalists):
+        report(f"profiling {words(one.plan)}", done, len(finalists))
+        assert one.record is not None
+        counted[one.plan] = counters.with_profile(found.problem, one.record, Planned(one.plan))
+    standings = (replace(one, record=counted.get(one.plan, one.record)) for one in found.standings)
     return replace(found, standings=tuple(standings))
 
 

@@ -121,10 +121,9 @@ def _measure(ctx: click.Context, problem: Problem, jobs: int, as_json: bool) -> 
             problem, History(o["db"]), backend=backend, grid=_grid(ctx, measured_sweep.GRIDS[backend]),
             seconds=60 * o["budget"], jobs=jobs, again=o["again"], progress=report,
         )  # fmt: skip
+        path = _write(found, o["into"])  # before what takes minutes on some GPUs
         if o["profile"]:
-            report("profiling", 0, 0)
-            found = measured_sweep.profiled(found)
-    path = _write(found, o["into"])
+            found = measured_sweep.profiled(found, report)
     if as_json:
         print_json(found.to_json() | {"written": str(path) if path else None})
         return
@@ -163,6 +162,8 @@ def _compile(ctx: click.Context, problem: Problem, card: str, jobs: int, as_json
     # Which cards the cuda backend is for leaves nothing to port.
     ported = porting.report(problem, machine) if plans[0].backend == triton.NAME else None
     notes = [*tile_sweep.statements(judged, machine), NOTE]
+    if ported and cuda.verdict(replace(problem, device="cuda"), machine).supported:
+        notes.append("Calls there would take backend cuda, whose tiles --backend cuda judges.")
     if len(names) > 1:
         notes.append(f"--on {card} begins {', '.join(names)}: this is {names[0]}.")
     if as_json:
