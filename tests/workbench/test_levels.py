@@ -167,6 +167,17 @@ def test_reads_of_sections_with_the_longest_first_are_those_of_a_simulated_cache
     assert found.read == pytest.approx(true, rel=0.06)
 
 
+@pytest.mark.parametrize("units", [9, 17, 33])
+@pytest.mark.parametrize("cache_kib", [1024, 1536])
+def test_reads_of_turns_that_end_in_the_middle_of_heads_are_those_of_a_simulated_cache(units, cache_kib):
+    """16 tiles of a head: turns of 9 begin in its middle, those of 17 and 33 leave one or two heads to be shared."""
+    p = problem(1024, heads_q=8, heads_kv=8, batch=1, head_dim=64)
+    schedule = papers.Q_OUTER.with_tiles(64, 64)
+    machine = replace(H200, units=units, on_chip_bytes=1, shared_cache_bytes=cache_kib * 1024)
+    found, true = levels.levels(p, schedule, machine), simulated(p, schedule, machine, units)
+    assert found.read == pytest.approx(true, rel=0.02)
+
+
 def test_a_section_that_runs_at_once_reads_nothing_again():
     p = problem(512, batch=32, mask=Causal())  # 4 tiles of 32 heads, 132 multiprocessors
     found = levels.levels(p, schedules.named("cuda", p, H200), replace(H200, shared_cache_bytes=2**20))
@@ -178,7 +189,11 @@ def test_the_hopper_kernel_takes_heads_in_its_own_sections():
     for changes, heads in (({}, 32), ({"seq": 16384, "batch": 1}, 4), ({"heads_kv": 4}, 32), ({"mask": None}, None)):
         p = problem(**({"batch": 4, "mask": Causal()} | changes))
         one = schedules.named("cuda", p, H200).passes[0]
-        assert one.resident == 1 and (one.section(p) if one.section else None) == heads
+        assert (one.section(p) if one.section else None) == heads
+    narrow = problem(8192, heads_q=32, heads_kv=32, head_dim=64, mask=Causal())  # two of its programs would fit
+    assert levels.levels(narrow, schedules.named("cuda", narrow, H200), H200).read == pytest.approx(
+        255 * 2**20, rel=0.03
+    )
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------
