@@ -259,6 +259,7 @@ def test_bank_conflicts_of_the_finalists_stand_in_the_table(scripted, tmp_path, 
         return counters.Counted.of(profile.parse(in_csv("250,000" if provider.name == "32 x 64" else "n/a")))
 
     monkeypatch.setattr(counters, "count", counted)
+    monkeypatch.setattr(counters, "detect", lambda device: load("h200-sxm"))
     monkeypatch.setenv("COLUMNS", "200")
     profiled = measured_sweep.profiled(found)
     finalists = [words(one.plan) for one in profiled.standings if one.final]
