@@ -123,6 +123,7 @@ def test_the_arguments_are_those_that_the_kernel_reads() -> None:
     for file, name, mirror in (
         ("schedule.cuh", "Params", launch.Params),
         ("merge.cuh", "MergeParams", split.MergeParams),
+        ("stream_k.cuh", "Stretches", split.Stretches),
     ):
         source = (Path(cuda.__file__).parent / file).read_text()
         body = re.search(rf"struct {name} \{{(.*?)\}};", source, re.DOTALL).group(1)
@@ -130,7 +131,7 @@ def test_the_arguments_are_those_that_the_kernel_reads() -> None:
 
 
 def fields_of(body: str) -> list[tuple[str, type]]:
-    types = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float}
+    types = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float, "Stretches": split.Stretches}
     found = []
     for declaration in re.sub(r"//.*|#.*", "", body).split(";"):
         names = declaration.replace("const ", "").split(None, 1)

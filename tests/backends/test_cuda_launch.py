@@ -180,7 +180,7 @@ def test_copies_of_packed_sequences_touch_their_own_rows_and_no_byte_outside_the
     p = packed(randn(300, heads, dim), k, k, 200, 5)
     plan = plans.plan_for(p)
     all_described = maps.describe(p, plan, out=False)
-    maps.Maps(p, all_described).point_to(16, k.data_ptr(), k.data_ptr())
+    maps.Maps(p, all_described).point_to(16, k.data_ptr(), k.data_ptr(), 0)
     described, base = all_described[1], library.encoded[1][0]
     assert library.encoded[1][1:] == (described.sizes, described.strides, (64, plan.tile_kv, 1, 1, 1))
     storage = range(whole.data_ptr(), whole.data_ptr() + 2 * whole.numel())
@@ -208,7 +208,7 @@ def test_copies_of_dense_tensors_touch_no_byte_outside_of_them(library: Library,
     p = dense(q, k, v, layout)
     plan = plans.plan_for(p)
     all_described = maps.describe(p, plan, out=False)
-    maps.Maps(p, all_described).point_to(q.data_ptr(), k.data_ptr(), v.data_ptr())
+    maps.Maps(p, all_described).point_to(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0)
     described, base = all_described[1], library.encoded[1][0]
     storage = range(k.data_ptr(), k.data_ptr() + 2 * k.numel())
     for key in range(0, 150, plan.tile_kv):
@@ -259,7 +259,7 @@ def test_a_map_that_the_driver_refuses_is_described(library: Library) -> None:
     p = dense(*(randn(1, 2, 8, 64) for _ in range(3)))
     library.cuTensorMapEncodeTiled.function = lambda *_: 1
     with pytest.raises(driver.DriverError, match=r"to mapping q: Description\(sizes=\(64, 8, 2, 1\)"):
-        maps.Maps(p, maps.describe(p, plans.plan_for(p), out=False)).point_to(16, 32, 48)
+        maps.Maps(p, maps.describe(p, plans.plan_for(p), out=False)).point_to(16, 32, 48, 0)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -367,7 +367,8 @@ def test_parts_of_the_keys_are_merged(library: Library) -> None:
     count = -(-5000 // plan.split_kv)
     assert (seen.params.splits, merged.splits, seen.params.split_tiles) == (count, count, plan.split_kv // plan.tile_kv)
     assert seen.config.grid_x == -(-300 // plan.tile_q) * 2 * count <= UNITS
-    assert (seen.params.out, seen.params.lse) == (merged.parts, merged.parts_lse)
+    assert (seen.params.parts, seen.params.parts_lse) == (merged.parts, merged.parts_lse)
+    assert (merged.first, merged.end) == (seen.params.first, 600) == (0, 600)
     assert (merged.out, merged.lse, merged.sink) == (out.data_ptr(), lse.data_ptr(), sink.data_ptr())
     assert (seen.params.out_split, seen.params.lse_split) == (out.numel(), lse.numel())
     assert not plans.variant(p, plan).sink, "it enters once, where the parts are merged"

@@ -85,13 +85,15 @@ DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const 
     // The slot's last reader must be done with it; only then is it written, and only then may it be read.
     barrier_wait(s.work_empty + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
     if (leads) {
-#if SPLIT
-      w.start_q = w.split;  // the place of what only packed sequences have
+#if PARTIAL
+      w.start_q = w.part;  // the place of what only packed sequences have
 #endif
       shared_store(s.work + (turn & 1) * WORK_BYTES, make_int4(w.row, w.head, w.batch, w.start_q));
       if (VARLEN) shared_store(s.work + (turn & 1) * WORK_BYTES + 16, make_int4(w.rows, w.keys, 0, 0));
 #if MAPPED
       shared_store(s.work + (turn & 1) * WORK_BYTES + 16, make_int4(w.span.first, w.span.last, w.span.whole, w.span.bits));
+#elif STREAM_K
+      shared_store(s.work + (turn & 1) * WORK_BYTES + 16, make_int4(w.span.first, w.span.last, 0, 0));
 #endif
       barrier_arrive(s.work_full + 8 * (turn & 1));
     }
@@ -166,7 +168,7 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
   int turn = 0, row = 0, tile = 0;
   float sink = 0;
 
-  auto first_tile = [&] { return LEFT || MAPPED || SPLIT ? span.first : 0; };  // the one that is walked to last
+  auto first_tile = [&] { return LEFT || MAPPED || PARTIAL ? span.first : 0; };  // the one that is walked to last
   // One lane speaks for its warp: its products are done (wgmma_wait), so the warp no longer reads the buffer.
   auto release = [&](u32 barrier) {
     if (lane == 0) barrier_arrive(barrier);
@@ -220,12 +222,15 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
       const int4 lengths = shared_load(slot + 16);
       w.rows = lengths.x, w.keys = lengths.y;
     }
-#if SPLIT
-    w.split = found.w;
+#if PARTIAL
+    w.part = found.w;
 #endif
 #if MAPPED
     const int4 listed = shared_load(slot + 16);
     w.span = {listed.x, listed.y, listed.z, listed.w};
+#elif STREAM_K
+    const int4 listed = shared_load(slot + 16);
+    w.span = {listed.x, listed.y};
 #endif
     __syncwarp();  // all lanes have read the slot before it is given back
     release(s.work_empty + 8 * (turn & 1));

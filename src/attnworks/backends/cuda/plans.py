@@ -24,6 +24,8 @@ LEAST_KEYS, MOST_PARTS = 1024, 128
 # 1.07, with 16, 32, 64 at 1k 1.06 1.04 1.04; D=256 with 16, 32, 64 at 512 1.00 1.00 0.97, with 8, 16, 32 at 1k 1.00
 # 1.02 1.03 (H200, 2026-11-30).
 SECTION_HEADS = 32
+# Share of the multiprocessors that the last wave leaves idle, times keys, times both head dims.
+LEAST_SHARED = 250_000
 FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal, three of which fit 32 bits
 
 
@@ -119,7 +121,7 @@ def plan_for(p: Problem, units: int = 0) -> Plan:
         fits = p.head_dim <= line.head_dim and p.head_dim_v <= line.head_dim_v and p.seq_kv >= line.keys
         if fits and line.kind in ("", kind):
             plan = Plan(NAME, "q_outer", line.tile_q, line.tile_kv, warps=line.tile_q // 16 + 4, stages=line.stages)
-            return split_over(p, plan, units)
+            return stream_k(p, split_over(p, plan, units), units)
     raise ValueError(f"head_dim, head_dim_v: were {p.head_dim}, {p.head_dim_v}, must be at most 256")
 
 
@@ -137,6 +139,24 @@ def split_over(p: Problem, plan: Plan, units: int) -> Plan:
         return plan
     keys = math.ceil(p.seq_kv / most / plan.tile_kv) * plan.tile_kv
     return replace(plan, schedule="split_kv", split_kv=keys)
+
+
+def can_share(p: Problem) -> bool:
+    """Whether the last tiles of rows may be shared by all thread blocks: of full attention alone, as those of other masks
+    are drawn by whoever is free. Which ones are shared depends on the rest of the batch."""
+    masked = mapped(p) or any(limited(p))
+    return p.form == "dense" and not (masked or p.scores or p.batch_invariant or p.scale <= 0)
+
+
+def stream_k(p: Problem, plan: Plan, units: int) -> Plan:
+    """The plan with the tiles of its last wave shared, where that leaves enough multiprocessors idle for long enough."""
+    if units < 1 or plan.schedule != "q_outer" or not can_share(p):
+        return plan
+    tiles = tiles_of(p, plan)
+    idle = -tiles % units / units
+    if tiles < units or idle * p.seq_kv * (p.head_dim + p.head_dim_v) < LEAST_SHARED:
+        return plan
+    return replace(plan, schedule="stream_k")
 
 
 def variant(p: Problem, plan: Plan) -> Variant:
@@ -164,6 +184,7 @@ def variant(p: Problem, plan: Plan) -> Variant:
         bias_rows=steps[2] > 0,
         bias_pairs=steps[3] == 1 and not any(step % 2 for step in steps[:3]),
         split=plan.split_kv > 0,
+        stream_k=plan.schedule == "stream_k",
     )
 
 
@@ -199,8 +220,8 @@ def tiles_of(p: Problem, plan: Plan) -> int:
 
 def check(p: Problem, plan: Plan) -> None:
     """Raises ``ValueError`` naming the field that the kernel can't be compiled for or run with."""
-    if plan.schedule not in ("q_outer", "split_kv"):
-        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' or 'split_kv'")
+    if plan.schedule not in ("q_outer", "split_kv", "stream_k"):
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer', 'split_kv' or 'stream_k'")
     if plan.tile_q not in (128, 192):
         raise ValueError(f"plan tile_q: was {plan.tile_q}, must be 128 or 192: two or three warpgroups of 64 rows")
     if plan.tile_kv % 16 or not 16 <= plan.tile_kv <= 256:
@@ -229,9 +250,14 @@ def check(p: Problem, plan: Plan) -> None:
 
 
 def _check_split(p: Problem, plan: Plan) -> None:
-    if plan.schedule == "q_outer":
+    if plan.schedule != "split_kv":
         if plan.split_kv:
-            raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule 'q_outer'")
+            raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule {plan.schedule!r}")
+        if plan.schedule == "stream_k" and not can_share(p):
+            raise ValueError(
+                "plan schedule: was 'stream_k', must be 'q_outer' where there is a mask, scores, packed sequences, "
+                "batch_invariant or a scale of 0 or less"
+            )
     elif p.form != "dense" or mapped(p):
         raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' for packed sequences and tile maps")
     elif plan.split_kv < 1 or plan.split_kv % plan.tile_kv or plan.split_kv * MOST_PARTS < p.seq_kv:
