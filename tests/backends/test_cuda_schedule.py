@@ -94,10 +94,16 @@ def work(kernels: ctypes.CDLL, p: Problem, units: int) -> list[list[tuple[int, .
     ]
 
 
+SIZES = (
+    *(((2, 3, 300, 1000), 4), ((1, 7, 128, 640), 6), ((3, 5, 257, 4096), 13), ((1, 8, 128, 64), 4)),
+    *(((1, n, m, keys), 132) for n, m, keys in ((200, 100, 999), (132 + 68, 128, 2000), (133, 128, 4000))),
+    ((2, 131, 200, 8192), 132),
+)
+
+
 @pytest.mark.parametrize(
     ("sizes", "units"),
-    [((2, 3, 300, 1000), 4), ((1, 7, 128, 640), 6), ((3, 5, 257, 4096), 13), ((1, 200, 100, 999), 132)]
-    + [((1, 132 + 68, 128, 2000), 132), ((1, 133, 128, 4000), 132), ((2, 131, 200, 8192), 132), ((1, 8, 128, 64), 4)],
+    SIZES,
 )
 def test_every_key_of_every_tile_is_seen_once(kernels: ctypes.CDLL, sizes: tuple[int, ...], units: int) -> None:
     p = problem(*sizes)

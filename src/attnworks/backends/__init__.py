@@ -22,8 +22,8 @@ Launcher = Callable[[Operands], tuple[Tensor, Tensor | None]]
 
 
 class Unaligned(Exception):
-    """What a launcher raises, before it does anything, whose backend's verdict needs ``Problem.aligned`` and whose call's
-    tensors are not. It looks at their addresses in any case, and a second look would cost every call."""
+    """What a launcher raises, before it does anything, whose backend's verdict needs ``Problem.aligned`` and whose
+    call's tensors are not. It has their addresses at hand; to look them up once more would cost every call."""
 
 
 class ReadsLengths(ABC):

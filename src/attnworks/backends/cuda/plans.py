@@ -142,14 +142,14 @@ def split_over(p: Problem, plan: Plan, units: int) -> Plan:
 
 
 def can_share(p: Problem) -> bool:
-    """Whether the last tiles of rows may be shared by all thread blocks: of full attention alone, as those of other masks
-    are drawn by whoever is free. Which ones are shared depends on the rest of the batch."""
+    """Whether the last tiles of rows may be shared by all thread blocks: of full attention alone, as those of other
+    masks are drawn by whoever is free. Which ones are shared depends on the rest of the batch."""
     masked = mapped(p) or any(limited(p))
     return p.form == "dense" and not (masked or p.scores or p.batch_invariant or p.scale <= 0)
 
 
 def stream_k(p: Problem, plan: Plan, units: int) -> Plan:
-    """The plan with the tiles of its last wave shared, where that leaves enough multiprocessors idle for long enough."""
+    """The plan with the tiles of its last wave shared, where enough multiprocessors would be idle for long enough."""
     if units < 1 or plan.schedule != "q_outer" or not can_share(p):
         return plan
     tiles = tiles_of(p, plan)

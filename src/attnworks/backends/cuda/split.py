@@ -1,6 +1,6 @@
-"""Problems whose tiles of rows leave the card idle, all along as there are few ("split_kv") or in the last wave ("stream_k"):
-keys are cut into parts, each with a result of its own, in fp32, and a second kernel puts the parts together, weighed by
-their LSE.
+"""Problems whose tiles of rows leave the card idle, all along as there are few ("split_kv") or in the last wave
+("stream_k"): keys are cut into parts, each with a result of its own, in fp32, and a second kernel puts the parts
+together, weighed by their LSE.
 
 Which keys make a part is the plan's ``split_kv``, so for one plan a row's bits depend on nothing else in the batch; or, of
 "stream_k", follows from the number of tiles and of multiprocessors.
@@ -31,13 +31,13 @@ class Stretches(ctypes.Structure):
 
     _fields_ = tuple((name, c_int) for name in ("whole", "kv_tiles", "steps", "workers"))
 
-    def first_of(self, tile: int) -> int:
-        """The stretch that a shared tile of rows begins in."""
-        return ((tile * self.kv_tiles + 1) * self.workers - 1) // self.steps
+    def _of(self, step: int) -> int:
+        """The stretch that has a KV tile of the shared tiles of rows."""
+        return int(((step + 1) * self.workers - 1) // self.steps)
 
     def parts_of(self, tile: int) -> int:
         """Stretches that a shared tile of rows lies in."""
-        return ((tile + 1) * self.kv_tiles * self.workers - 1) // self.steps - self.first_of(tile) + 1
+        return self._of((tile + 1) * self.kv_tiles - 1) - self._of(tile * self.kv_tiles) + 1
 
 
 class MergeParams(ctypes.Structure):
