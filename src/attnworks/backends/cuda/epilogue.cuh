@@ -52,22 +52,29 @@ DEV void finish(Rows& rows, const Place& to, float sink, int lane) {
   }
 }
 
+#if PARTIAL
+// By a vote, though all lanes know: then the compiler knows that they go one way, and keeps what the products of the loop
+// around it need in uniform registers, without which stream-K lost 10 % (H200, 2026-11-30).
+DEV bool is_part(const Place& to) { return SPLIT || __any_sync(~0u, to.batch < 0); }
+// O · scale of a part of the keys, as it is: a lane holds two columns of each eight.
+template <int N> DEV void store_part(const float (&O)[N], const Rows& rows, const Params& p, const Place& to, int lane) {
+  float* part = p.parts + to.head * p.out_split + (i64)to.row * p.dim_v + 2 * (lane % 4);
+#pragma unroll
+  for (int r = 0; r < 2; r++)
+#pragma unroll
+    for (int i = 0; i < N / 4; i++)
+      if (8 * r < to.left && (!PARTIAL_V || 8 * i + 2 * (lane % 4) < p.dim_v))
+        *(float2*)(part + r * 8 * p.dim_v + 8 * i) =
+            make_float2(O[4 * i + 2 * r] * rows.scale[r], O[4 * i + 2 * r + 1] * rows.scale[r]);
+}
+#else
+DEV bool is_part(const Place&) { return false; }
+template <int N> DEV void store_part(const float (&)[N], const Rows&, const Params&, const Place&, int) {}
+#endif
+
 // O · scale. `stage`: the warp's own part of shared memory, V_CHUNKS of 16 rows in 128-byte swizzled lines.
 template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Params& p, const Place& to, int lane, u32 stage,
                                 const TensorMap* map) {
-#if PARTIAL
-  if (SPLIT || to.batch < 0) {  // as it is: a lane holds two columns of each eight
-    float* part = p.parts + to.head * p.out_split + (i64)to.row * p.dim_v + 2 * (lane % 4);
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-      for (int i = 0; i < N / 4; i++)
-        if (8 * r < to.left && (!PARTIAL_V || 8 * i + 2 * (lane % 4) < p.dim_v))
-          *(float2*)(part + r * 8 * p.dim_v + 8 * i) =
-              make_float2(O[4 * i + 2 * r] * rows.scale[r], O[4 * i + 2 * r + 1] * rows.scale[r]);
-    return;
-  }
-#endif
 #if !SPLIT
   auto rounded = [&](int i, int r) {  // of column i of the lane's each two and two
     return pack(O[4 * i + 2 * r] * rows.scale[r], O[4 * i + 2 * r + 1] * rows.scale[r]);

@@ -126,6 +126,8 @@ class Forward:
         device = torch.device(p.device)
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._dtype = p.dtype
+        # Results with q's own sizes and strides are had in four fifths of the time.
+        self._like_q = p.form == "dense" and (p.q_strides, p.head_dim) == (p.result_strides()[0], p.head_dim_v)
         out, lse = (_contiguous(shape) for shape in p.result_shapes())
         self._out, self._lse = out, lse if p.return_lse else None
         self._sink = _sink_of(p)
@@ -144,7 +146,7 @@ class Forward:
             if self._counters is not None:
                 self._counters.ready()
         # Of packed sequences the lengths, and so the tiles, are known on the device only.
-        self._grid = units if built.varlen else min(units, tiles_of(p, plan) * split.parts(p, plan))
+        self._grid = units if built.varlen or built.stream_k else min(units, tiles_of(p, plan) * split.parts(p, plan))
         self._maps, self._params = Maps(p, describe(p, plan, out=built.bulk_store)), params_of(p, plan)
         if self._partial is not None:
             for name, value in self._partial.fields.items():
@@ -172,7 +174,10 @@ class Forward:
         if (q | k | v) % ADDRESS_MULTIPLE:
             raise Unaligned
         device = o.q.device
-        out = torch.empty_strided(*self._out, dtype=self._dtype, device=device)
+        if self._like_q:
+            out = torch.empty_like(o.q)
+        else:
+            out = torch.empty_strided(*self._out, dtype=self._dtype, device=device)
         lse = None
         if self._lse is not None:
             lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=device)

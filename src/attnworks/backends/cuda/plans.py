@@ -26,6 +26,7 @@ LEAST_KEYS, MOST_PARTS = 1024, 128
 SECTION_HEADS = 32
 # Share of the multiprocessors that the last wave leaves idle, times keys, times both head dims.
 LEAST_SHARED = 250_000
+SHARED_TILES = (128,)  # tile_q: of 192 rows it does not compile without spills
 FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal, three of which fit 32 bits
 
 
@@ -150,7 +151,7 @@ def can_share(p: Problem) -> bool:
 
 def stream_k(p: Problem, plan: Plan, units: int) -> Plan:
     """The plan with the tiles of its last wave shared, where enough multiprocessors would be idle for long enough."""
-    if units < 1 or plan.schedule != "q_outer" or not can_share(p):
+    if units < 1 or plan.schedule != "q_outer" or plan.tile_q not in SHARED_TILES or not can_share(p):
         return plan
     tiles = tiles_of(p, plan)
     idle = -tiles % units / units
@@ -253,10 +254,10 @@ def _check_split(p: Problem, plan: Plan) -> None:
     if plan.schedule != "split_kv":
         if plan.split_kv:
             raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule {plan.schedule!r}")
-        if plan.schedule == "stream_k" and not can_share(p):
+        if plan.schedule == "stream_k" and not (can_share(p) and plan.tile_q in SHARED_TILES):
             raise ValueError(
                 "plan schedule: was 'stream_k', must be 'q_outer' where there is a mask, scores, packed sequences, "
-                "batch_invariant or a scale of 0 or less"
+                f"batch_invariant, a scale of 0 or less, or a tile_q that is not one of {SHARED_TILES}"
             )
     elif p.form != "dense" or mapped(p):
         raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' for packed sequences and tile maps")
