@@ -26,6 +26,7 @@ AROUND = """
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <ucontext.h>
 #define DEV static inline
 #define __global__
 #define __launch_bounds__(x)
@@ -34,6 +35,23 @@ struct float2 { float x, y; };
 struct int4 { int x, y, z, w; };
 struct Index { unsigned x; };
 static Index gridDim, blockIdx, threadIdx;
+// The lanes of a warp take turns: each says its value, and reads another's when it is its turn again.
+static ucontext_t lanes[32], all_done;
+static float said[2][32];
+static char stacks[32][1 << 16];
+static unsigned lane_now, times_said[32];
+static void pass_on() {
+  const unsigned lane = lane_now;
+  lane_now = (lane + 1) % 32, threadIdx.x += lane_now - lane;
+  swapcontext(&lanes[lane], &lanes[lane_now]);
+}
+static float __shfl_sync(u32, float x, int from) {
+  float (&now)[32] = said[times_said[lane_now]++ % 2];
+  now[lane_now] = x;
+  pass_on();
+  return now[from];
+}
+static float __shfl_xor_sync(u32 all, float x, int d) { return __shfl_sync(all, x, lane_now ^ d); }
 static const float INFINITE = INFINITY, LOG2E = 1.44269504f, LN2 = 0.69314718f;
 static float exp2_fast(float x) { return exp2f(x); }
 static float log2_fast(float x) { return log2f(x); }
@@ -51,9 +69,24 @@ extern "C" int walk(const Params* p, int units, int block, int (*found)[6]) {
   }
   return count;
 }
+static const MergeParams* given;
+static void one_lane() {
+  merge(*given);
+  if (lane_now < 31) lane_now++, threadIdx.x++, setcontext(&lanes[lane_now]);
+}
 extern "C" void put_together(const MergeParams* p, int blocks) {
+  given = p;
   for (blockIdx.x = 0; blockIdx.x < (unsigned)blocks; blockIdx.x++)
-    for (threadIdx.x = 0; threadIdx.x < 32 * WARPS; threadIdx.x++) merge(*p);
+    for (int warp = 0; warp < WARPS; warp++) {
+      for (int lane = 0; lane < 32; lane++) {
+        getcontext(&lanes[lane]);
+        lanes[lane].uc_stack.ss_sp = stacks[lane], lanes[lane].uc_stack.ss_size = sizeof stacks[lane];
+        lanes[lane].uc_link = &all_done, times_said[lane] = 0;
+        makecontext(&lanes[lane], one_lane, 0);
+      }
+      lane_now = 0, threadIdx.x = 32 * warp;
+      swapcontext(&all_done, &lanes[0]);
+    }
 }
 """
 

@@ -2,8 +2,8 @@
 ("stream_k"): keys are cut into parts, each with a result of its own, in fp32, and a second kernel puts the parts
 together, weighed by their LSE.
 
-Which keys make a part is the plan's ``split_kv``, so for one plan a row's bits depend on nothing else in the batch; or, of
-"stream_k", follows from the number of tiles and of multiprocessors.
+Which keys make a part is the plan's ``split_kv``, so for one plan a row's bits depend on nothing else in the batch; or,
+of "stream_k", follows from the number of tiles and of multiprocessors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attnworks.backends.cuda.compile import cubin
 from attnworks.backends.cuda.driver import LaunchConfig, driver
-from attnworks.backends.cuda.plans import tiles_of
+from attnworks.backends.cuda.plans import MOST_PARTS, tiles_of
 from attnworks.backends.cuda.source import merge_text
 from attnworks.plan import Plan
 from attnworks.problem import Problem
@@ -63,7 +63,8 @@ def stretches(p: Problem, plan: Plan, units: int) -> Stretches:
     tiles, kv_tiles = tiles_of(p, plan), math.ceil(p.seq_kv / plan.tile_kv)
     shared = tiles % units
     steps = shared * kv_tiles
-    return Stretches(tiles - shared, kv_tiles, steps, max(min(units, steps // LEAST_STEPS), shared))
+    most = min(units, steps // LEAST_STEPS, (MOST_PARTS - 2) * shared)
+    return Stretches(tiles - shared, kv_tiles, steps, max(most, shared))
 
 
 class Partial:
