@@ -454,3 +454,44 @@ def test_a_section_has_heads_that_fit_and_leaves_none_lonely(
 ) -> None:
     q, k = torch.empty(batch, heads, 1, 128, dtype=bf16), torch.empty(batch, heads_kv, keys, 128, dtype=bf16)
     assert plans.section(dense(q, k, k), 32 * 2**20) == expected
+
+
+def test_the_last_wave_is_shared_where_much_of_the_card_would_wait_for_it() -> None:
+    def plan(heads: int, rows: int, keys: int, dim: int = 128, **changes: Any) -> Any:
+        q, k = randn(1, heads, rows, dim), randn(1, heads, keys, dim)
+        p = replace(dense(q, k, k), **changes)
+        found = plans.plan_for(p, UNITS)
+        plans.check(p, found)
+        return found
+
+    assert UNITS == 132
+    shared = plan(17, 1024, 4096)
+    assert (shared.schedule, shared.tile_q, shared.tile_kv) == ("stream_k", 128, 128)
+    for other in (plan(17, 1024, 512), plan(33, 512, 4096), plan(33, 510, 4096), plan(17, 1024, 4096, 64)):
+        assert other.schedule == "q_outer", (
+            "too little to save, no tile left over, none of whole rows, tiles of 192 rows"
+        )
+    assert plan(16, 1024, 4096).schedule == "q_outer", "not one whole wave"
+    for changes in ({"mask": masks.split(Causal())[0]}, {"batch_invariant": True}, {"scale": -1.0}):
+        assert plan(17, 1024, 4096, **changes).schedule == "q_outer"
+    p = dense(randn(1, 4, 300, 128), randn(1, 4, 300, 128), randn(1, 4, 300, 128))
+    with pytest.raises(ValueError, match="must be 'q_outer' where there is a mask"):
+        plans.check(replace(p, batch_invariant=True), shared)
+
+
+def test_parts_of_the_last_wave_are_merged(library: Library) -> None:
+    q, k = randn(1, 17, 1024, 128), randn(1, 17, 4096, 128)
+    p = dense(q, k, k, return_lse=True)
+    run = launch.prepare(p, plans.plan_for(p, UNITS))
+    out, lse = run(Operands(q, k, k))
+    (seen,), (merged,) = library.launched, library.merged
+    assert seen.config.grid_x == UNITS
+    assert (seen.params.out, seen.params.lse) == (merged.out, merged.lse) == (out.data_ptr(), lse.data_ptr())
+    assert (seen.params.parts, seen.params.parts_lse) == (merged.parts, merged.parts_lse)
+    assert bytes(seen.params.stretches) == bytes(merged.stretches)
+    assert (seen.params.stretches.whole, seen.params.stretches.steps) == (132, 4 * 32)
+    assert (merged.first, merged.end, merged.splits) == (132 * 128, 17 * 1024, 0)
+    q, k = randn(1, 33, 512, 128), randn(1, 33, 4096, 128)
+    library.merged.clear()
+    launch.prepare(dense(q, k, k), plans.plan_for(p, UNITS))(Operands(q, k, k))
+    assert not library.merged, "no tile is left over"

@@ -24,9 +24,17 @@ LEAST_KEYS, MOST_PARTS = 1024, 128
 # 1.07, with 16, 32, 64 at 1k 1.06 1.04 1.04; D=256 with 16, 32, 64 at 512 1.00 1.00 0.97, with 8, 16, 32 at 1k 1.00
 # 1.02 1.03 (H200, 2026-11-30).
 SECTION_HEADS = 32
-# Share of the multiprocessors that the last wave leaves idle, times keys, times both head dims.
-LEAST_SHARED = 250_000
+# The last wave is shared ("stream_k") from so much on of (share of the multiprocessors that it leaves idle) · keys ·
+# (head_dim + head_dim_v), for head dims up to 128 and above: what is saved against storing, merging, one more launch.
+# Times as fast, and this number in thousands (H200, 2026-11-30). Heads of 128: 17 of 1k rows on 1k keys (254) 0.95, on
+# 2k (508) 1.18, on 4k 1.35; 34 of 512 on 8k 1.55; 25 of 1k on 2k (254) 0.92, on 4k (508) 1.04; 9 of 2k on 2k (477)
+# 1.16; 16k tokens of 2k (254) 0.99, 4k (508) 1.02, 8k and 16k 1.03. Heads of 256: 17 of 1k on 1k (508) 0.98; 16k tokens
+# of 4k (510) 0.98, 8k (1020) 1.00, 16k 1.02; 192/128: of 4k (635) 0.98, 8k (1270) 1.00, 16k 1.01
+LEAST_SHARED, LEAST_SHARED_WIDE = 400_000, 1_200_000
 SHARED_TILES = (128,)  # tile_q: of 192 rows it does not compile without spills
+# tile_kv, at most: beside FlashAttention-3 at 4k, 8k, 16k with 128 keys 1.05 1.04 1.04, 144 1.03 1.04 1.04, 160 1.03
+# 1.03 1.04 (H200, 2026-11-30)
+SHARED_KEYS = 128
 FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal, three of which fit 32 bits
 
 
@@ -154,10 +162,10 @@ def stream_k(p: Problem, plan: Plan, units: int) -> Plan:
     if units < 1 or plan.schedule != "q_outer" or plan.tile_q not in SHARED_TILES or not can_share(p):
         return plan
     tiles = tiles_of(p, plan)
-    idle = -tiles % units / units
-    if tiles < units or idle * p.seq_kv * (p.head_dim + p.head_dim_v) < LEAST_SHARED:
+    saved = -tiles % units / units * p.seq_kv * (p.head_dim + p.head_dim_v)
+    if tiles < units or saved < (LEAST_SHARED if p.head_dim <= 128 else LEAST_SHARED_WIDE):
         return plan
-    return replace(plan, schedule="stream_k")
+    return replace(plan, schedule="stream_k", tile_kv=min(plan.tile_kv, SHARED_KEYS))
 
 
 def variant(p: Problem, plan: Plan) -> Variant:
