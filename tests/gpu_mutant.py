@@ -6,8 +6,6 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-import torch
-
 from attnworks import Causal, attention, explain
 from attnworks.backends.cuda import compile as compiler
 from attnworks.backends.cuda import source
