@@ -1,4 +1,4 @@
-"""One problem by the CUDA kernels with a piece of their text replaced: ``python tests/gpu_mutant.py PROBLEM [FILE OLD NEW]``
+"""One problem by the CUDA kernels with a piece of their text replaced. ``python gpu_mutant.py PROBLEM [FILE OLD NEW]``
 prints "right" or what is wrong. A process of its own, as a fault may leave the device unusable."""
 
 from __future__ import annotations
