@@ -40,10 +40,10 @@ def main(name: str, *fault: str) -> str:
             error = (out.double() - wanted).abs().max().item()
             if not error <= LIMIT[out.dtype]:
                 return f"call {call}: off by {error}"
-            scores = q[:, :1, -1:].double() @ k[:, :1].double().transpose(-1, -2) / dim**0.5
-            last = (lse[:, :1, -1:].double() - scores.logsumexp(-1)).abs().max().item()
+            scores = q[:, :, -1:].double() @ k.double().transpose(-1, -2) / dim**0.5
+            last = (lse[:, :, -1:].double() - scores.logsumexp(-1)).abs().max().item()
             if not last <= 1e-3:
-                return f"call {call}: LSE of the last row off by {last}"
+                return f"call {call}: LSE of the heads' last rows off by {last}"
     return "right"
 
 
@@ -51,7 +51,7 @@ def main(name: str, *fault: str) -> str:
 PROBLEMS = {
     "full": (False, False, (2, 90, 200, 200, 128)),
     "causal": (True, False, (2, 40, 700, 700, 128)),
-    "shared": (False, True, (1, 17, 1024, 1500, 128)),
+    "shared": (False, True, (1, 17, 1024, 1700, 128)),  # stretches that end in the middle of a tile of rows
 }
 
 if __name__ == "__main__":
