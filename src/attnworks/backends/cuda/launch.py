@@ -123,6 +123,7 @@ class Forward:
         if not bias_pairs:
             self._built = built = replace(built, bias_pairs=False)
         self._plan = plan
+        self._bias_pairs, self._extended = built.bias_pairs, built.extended
         device = torch.device(p.device)
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._dtype = p.dtype
@@ -168,7 +169,7 @@ class Forward:
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(o)
-        if self._built.bias_pairs and not extended.begins_with_a_pair(self._problem, o):
+        if self._bias_pairs and not extended.begins_with_a_pair(self._problem, o):
             return self._single(o)
         q, k, v = o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr()
         if (q | k | v) % ADDRESS_MULTIPLE:
@@ -183,7 +184,7 @@ class Forward:
             lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=device)
         sink = None if self._sink is None else o.scores[self._sink].to(torch.float32).contiguous()
         stream = torch._C._cuda_getCurrentRawStream(index)
-        more = extended.given(self._problem, self._plan, o, stream) if self._built.extended else None
+        more = extended.given(self._problem, self._plan, o, stream) if self._extended else None
         partial, params = self._partial, self._params
         held = None if partial is None else partial.empty(device)
         with self._lock:
