@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnworks import Causal, Window, attention, attention_varlen
+from attnworks import Causal, Window, attention, attention_varlen, explain
 from attnworks.workbench import statistics
 from attnworks.workbench.device_time import Run
 from gpu import (
@@ -54,6 +55,7 @@ PEERS = ("cuDNN", "FA3", "FA4")
 HOST_BAR, COMPILE_BAR, CACHED_BAR = 12.0, 2.5, 0.05  # microseconds, seconds, seconds
 PER_FLOP, PER_FLOP_BAR = "dense at N=4096, as many FLOPs", 0.97  # of the dense rate
 WINDOW = 1024
+WAVES = ((17, 1024, 4096), (9, 2048, 2048), (34, 512, 8192))  # heads, rows, keys: 136 to 144 tiles of 128 rows
 PRODUCT = 8192  # rows and columns of the matrix product
 SECTIONS = ("forward", "shapes", "host", "compile")
 
@@ -150,8 +152,10 @@ def _forward_of(
 
 
 def shape_rows(rounds: int) -> Iterator[Row]:
-    """Packed sequences and grouped heads beside dense attention, per FLOP; a window beside the peers' window."""
+    """Packed sequences and grouped heads beside dense attention, per FLOP; a window beside the peers' window; problems of
+    little more than one wave of tiles."""
     yield from _packed_rows(rounds)
+    yield from _wave_rows(rounds)
     length, heads = 4096, 32
     batch = TOKENS // length
     q, k, v = (torch.randn(batch, h, length, 128, dtype=torch.bfloat16, device="cuda") for h in (heads, 8, 8))
@@ -176,6 +180,22 @@ def shape_rows(rounds: int) -> Iterator[Row]:
     times = measure(able(runs), rounds)
     name = f"window of {WINDOW}, N={TOKENS}, D=128"
     yield from rows_of("Shapes", name, times, dict.fromkeys(PEERS, 1.0), 4 * q.shape[1] * 128 * pairs)
+
+
+def _wave_rows(rounds: int) -> Iterator[Row]:
+    """Beside the peers, and beside the same kernel where each tile of rows is one thread block's ("q_outer")."""
+    for heads, rows, keys in WAVES:
+        q, k, v = (torch.randn(1, heads, n, 128, dtype=torch.bfloat16, device="cuda") for n in (rows, keys, keys))
+        whole = replace(explain(q, k, v, backend="cuda").plan, schedule="q_outer")
+        runs: dict[str, Run] = {
+            "attnworks": lambda q=q, k=k, v=v: attention(q, k, v, backend="cuda"),
+            "whole tiles": lambda q=q, k=k, v=v, whole=whole: attention(q, k, v, plan=whole),
+            "cuDNN": sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, False),
+            **{peer: as_dense(function, (q, k, v)) for peer, function in flash_attention().items()},
+        }
+        times = measure(able(runs), rounds)
+        name = f"{heads} heads of {rows} on {keys} keys, D=128 full"
+        yield from rows_of("Shapes", name, times, {}, 4 * heads * rows * keys * 128)
 
 
 def _packed_rows(rounds: int) -> Iterator[Row]:
