@@ -152,7 +152,7 @@ def _forward_of(
 
 
 def shape_rows(rounds: int) -> Iterator[Row]:
-    """Packed sequences and grouped heads beside dense attention, per FLOP; a window beside the peers' window; problems of
+    """Packed sequences and grouped heads beside dense attention, per FLOP; a window beside the peers'; problems of
     little more than one wave of tiles."""
     yield from _packed_rows(rounds)
     yield from _wave_rows(rounds)
