@@ -294,7 +294,7 @@ def kept(key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], T]) -> 
     What a CUDA graph's capture is given stays for good: the graph reads it as often as it is replayed.
     """
     value = _kept(key, operands, make)
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         _CAPTURED[id(value)] = value
     return value
 
