@@ -166,7 +166,7 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
   Added added = {};
   Bits bits = {};
   int turn = 0, row = 0, tile = 0;
-  int before = 0;  // KV tiles before the part's, from which the loop counts: a constant to count down to is worth 10 %
+  int before = 0;  // KV tiles before a part's, which the loop does not count: it ends at a constant, as for whole tiles
   float sink = 0;
 
   auto first_tile = [&] { return LEFT || MAPPED || SPLIT ? span.first : 0; };  // the one that is walked to last
