@@ -78,6 +78,11 @@ def test_the_cuda_backend_takes_a_row_and_splits_the_keys_as_the_problem_asks(fo
     assert found.plan == replace(plan, schedule="split_kv", split_kv=1056)
     assert explained(replace(few, seq_kv=2048)).plan.split_kv == 1056
     assert explained(replace(few, seq_kv=2048, batch_invariant=True)).plan == plan
+    wave = replace(plan, tile_q=128, tile_kv=144, warps=12, stages=2)
+    row = replace(row, plan=wave)
+    assert explained(gpu_problem(batch=1, heads_q=17, heads_kv=17, seq=8192)).plan == replace(wave, schedule="stream_k")
+    assert dispatch.explain(gpu_problem(batch=33, seq=8192), "cuda").plan == wave, "the last wave is a whole one"
+    row = replace(row, plan=plan)
     # One row for all lengths of its kind: each has as many parts as fill the card.
     longest = replace(few, seq_kv=4 * 16384)
     assert tuned.key_of(longest, H200, "cuda") == tuned.key_of(few, H200, "cuda")

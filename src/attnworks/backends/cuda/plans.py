@@ -135,8 +135,10 @@ def plan_for(p: Problem, units: int = 0) -> Plan:
 
 
 def adapt(p: Problem, plan: Plan, units: int) -> Plan:
-    """The tiles of a measured plan, with the keys split as fills the multiprocessors for this problem."""
-    return split_over(p, replace(plan, schedule="q_outer", split_kv=0), units)
+    """The tiles of a measured plan, with keys split and the last wave shared as fills the multiprocessors for this
+    problem."""
+    tiles = replace(plan, schedule="q_outer", split_kv=0)
+    return stream_k(p, split_over(p, tiles, units), units, most_keys=plan.tile_kv)
 
 
 def can_split(p: Problem) -> bool:
@@ -162,7 +164,7 @@ def can_share(p: Problem) -> bool:
     return p.form == "dense" and not (masked or p.scores or p.batch_invariant or p.scale <= 0)
 
 
-def stream_k(p: Problem, plan: Plan, units: int) -> Plan:
+def stream_k(p: Problem, plan: Plan, units: int, most_keys: int = SHARED_KEYS) -> Plan:
     """The plan with the tiles of its last wave shared, where enough multiprocessors would be idle for long enough."""
     if units < 1 or plan.schedule != "q_outer" or plan.tile_q not in SHARED_TILES or not can_share(p):
         return plan
@@ -170,7 +172,7 @@ def stream_k(p: Problem, plan: Plan, units: int) -> Plan:
     saved = -tiles % units / units * p.seq_kv * (p.head_dim + p.head_dim_v)
     if tiles < units or saved < (LEAST_SHARED if p.head_dim <= 128 else LEAST_SHARED_WIDE):
         return plan
-    return replace(plan, schedule="stream_k", tile_kv=min(plan.tile_kv, SHARED_KEYS))
+    return replace(plan, schedule="stream_k", tile_kv=min(plan.tile_kv, most_keys))
 
 
 def variant(p: Problem, plan: Plan) -> Variant:
