@@ -70,17 +70,6 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def frame_bytes(code: bytes) -> int:
-    """What the kernel keeps in memory for want of registers: its entry in the table .nv.info (EIATTR_FRAME_SIZE)."""
-    kind, found = b"\x04\x11\x08\x00", []
-    start = code.find(kind)
-    while start >= 0:
-        found.append(int.from_bytes(code[start + 8 : start + 12], "little"))
-        start = code.find(kind, start + 1)
-    assert found, "no entry of a frame's size"
-    return max(found)
-
-
 # Those whose registers are tightest, and all features at once: each takes seconds. tests/gpu runs the others. Of plain
 # kernels the machine code: whoever changes it, also by a feature that they don't have, measures them again.
 MEASURED_WITH = "13.0.88"
@@ -104,7 +93,7 @@ COMPILED = {
 def test_kernels_compile_without_spills_and_plain_ones_to_what_was_measured(name: str) -> None:
     code, log = compiler.compiled(text(VARIANTS[name]))
     assert log == "", "also a warning that registers can't be handed over, or that products can't overlap"
-    assert frame_bytes(code) == 0
+    assert compiler.frame_bytes(code) == 0
     assert VARIANTS[name].shared_bytes <= plans.SHARED_LIMIT
     assert VARIANTS[name].extended == (not COMPILED[name])
     if COMPILED[name] and nvrtc_version() == MEASURED_WITH:
@@ -121,7 +110,7 @@ def nvrtc_version() -> str:
 @needs_nvrtc
 def test_a_kernel_that_spills_is_seen() -> None:
     spills = replace(VARIANTS["64/64 full from 2048"], head_dim_v=128)
-    assert frame_bytes(compiler.compiled(text(spills))[0]) > 0
+    assert compiler.frame_bytes(compiler.compiled(text(spills))[0]) > 0
 
 
 def test_the_arguments_are_those_that_the_kernel_reads() -> None:

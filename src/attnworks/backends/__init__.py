@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,6 +17,22 @@ from attnworks.errors import Verdict
 from attnworks.hardware import Hardware
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler made of one kernel: bytes of shared memory, registers a thread, bytes of registers spilled to
+    memory, and how many matrix instructions it emitted. ``error`` is its own message where it failed, ``warning`` where
+    it says that something is lost."""
+
+    shared: int = 0
+    registers: int | None = None
+    spills: int | None = None
+    matrix_instructions: int | None = None
+    error: str = ""
+    warning: str = ""
+    asm: dict[str, Any] | None = None
+
 
 Launcher = Callable[[Operands], tuple[Tensor, Tensor | None]]
 """Runs a prepared call: (out, lse), lse None unless the Problem asks for it."""
@@ -70,6 +87,10 @@ class Backend(Protocol):
 
     def candidates(self, problem: Problem, hardware: Hardware) -> list[Plan]:
         """Plans that would run the (supported) problem, the preferred one first."""
+
+    def adapt(self, problem: Problem, plan: Plan, hardware: Hardware) -> Plan:
+        """A tuned plan, which was measured on a problem like this one, with what depends on more than that likeness
+        chosen for this very problem."""
 
     def check_plan(self, problem: Problem, plan: Plan) -> None:
         """Raise ``ValueError`` naming the field of a caller's plan that cannot run the problem."""

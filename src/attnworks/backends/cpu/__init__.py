@@ -144,6 +144,10 @@ def _split_kv(problem: Problem) -> int:
     return min(max(1 << wanted.bit_length() >> 1, 256), 1024)
 
 
+def adapt(problem: Problem, plan: Plan, hardware: Hardware) -> Plan:
+    return plan
+
+
 def check_plan(problem: Problem, plan: Plan) -> None:
     if plan.schedule not in ("tiled", "split_kv"):
         raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'tiled' or 'split_kv' on backend 'cpu'")

@@ -134,6 +134,13 @@ def plan_for(p: Problem, units: int = 0) -> Plan:
     raise ValueError(f"head_dim, head_dim_v: were {p.head_dim}, {p.head_dim_v}, must be at most 256")
 
 
+def adapt(p: Problem, plan: Plan, units: int) -> Plan:
+    """The tiles of a measured plan, with keys split and the last wave shared as fills the multiprocessors for this
+    problem."""
+    tiles = replace(plan, schedule="q_outer", split_kv=0)
+    return stream_k(p, split_over(p, tiles, units), units, most_keys=plan.tile_kv)
+
+
 def can_split(p: Problem) -> bool:
     """Whether keys may be split at all. How many parts fill the card depends on the rest of the batch, so not where
     bits must not."""
@@ -157,7 +164,7 @@ def can_share(p: Problem) -> bool:
     return p.form == "dense" and not (masked or p.scores or p.batch_invariant or p.scale <= 0)
 
 
-def stream_k(p: Problem, plan: Plan, units: int) -> Plan:
+def stream_k(p: Problem, plan: Plan, units: int, most_keys: int = SHARED_KEYS) -> Plan:
     """The plan with the tiles of its last wave shared, where enough multiprocessors would be idle for long enough."""
     if units < 1 or plan.schedule != "q_outer" or plan.tile_q not in SHARED_TILES or not can_share(p):
         return plan
@@ -165,7 +172,7 @@ def stream_k(p: Problem, plan: Plan, units: int) -> Plan:
     saved = -tiles % units / units * p.seq_kv * (p.head_dim + p.head_dim_v)
     if tiles < units or saved < (LEAST_SHARED if p.head_dim <= 128 else LEAST_SHARED_WIDE):
         return plan
-    return replace(plan, schedule="stream_k", tile_kv=min(plan.tile_kv, SHARED_KEYS))
+    return replace(plan, schedule="stream_k", tile_kv=min(plan.tile_kv, most_keys))
 
 
 def variant(p: Problem, plan: Plan) -> Variant:
@@ -282,5 +289,7 @@ def section(p: Problem, l2_bytes: int) -> int:
     few, its long tiles begin when there is nothing else left to do."""
     bytes_of_head = max(1, p.seq_kv * (p.head_dim + p.head_dim_v) * p.element_size)
     most = max(1, min(l2_bytes // bytes_of_head, SECTION_HEADS // p.group))
+    if p.form == "varlen":  # whose kernel finds it for each sequence (find in schedule.cuh)
+        return min(p.heads_q, max(1, l2_bytes // bytes_of_head) * p.group)
     heads = p.batch * p.heads_kv
     return min(heads, min(range(most, most // 2, -1), key=lambda size: -heads % size)) * p.group

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from attnworks.backends import Compiled
 from attnworks.backends.triton.launch import NOTED
 from attnworks.masks import Bounds
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What the compiler made of one kernel: bytes of shared memory, registers a thread, bytes of registers spilled to
-    memory, and how many matrix instructions it emitted. ``error`` is its own message where it failed."""
-
-    shared: int = 0
-    registers: int | None = None
-    spills: int | None = None
-    matrix_instructions: int | None = None
-    error: str = ""
-    asm: dict[str, Any] | None = None
 
 
 def compile_for(target: GPUTarget, kernel: Any, arguments: dict[str, Any], **options: int) -> Compiled:
