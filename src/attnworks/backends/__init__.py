@@ -5,7 +5,6 @@ A backend is a module with the names of ``Backend``.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -21,12 +20,14 @@ Launcher = Callable[[Operands], tuple[Tensor, Tensor | None]]
 """Runs a prepared call: (out, lse), lse None unless the Problem asks for it."""
 
 
-class ReadsLengths(ABC):
+class ReadsLengths:
     """A launcher that copies and checks ``kv_lens`` itself: where they are contiguous int64, and the cache is neither
-    paged nor appended to, its Operands may hold the caller's own tensor. It raises what ``cache.read_kv_lens`` does."""
+    paged nor appended to, its Operands may hold the caller's own tensor. It raises what ``cache.read_kv_lens`` does.
 
-    @abstractmethod
-    def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]: ...
+    No ABC: every call asks whether its launcher is one, and to ask an ABC costs as much as ten other such questions."""
+
+    def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
 
 
 class Gradients(NamedTuple):
