@@ -352,14 +352,14 @@ def main() -> int:
         section = []
         for row in SECTIONS[name](settings):
             section.append(row)
+            if arguments.markdown:  # so that a run that is cut short leaves what it found
+                arguments.markdown.write_text(markdown([*rows, *section], *_title(header)), encoding="utf-8")
             print(f"\r\033[K{name}: {row.problem}: {row.value}", end="", file=sys.stderr, flush=True)
         print("\r\033[K", end="", file=sys.stderr)
         rows += section
         if section and not arguments.json:
             print_section(section)
     header["seconds"] = round(time.perf_counter() - started)
-    if arguments.markdown:
-        arguments.markdown.write_text(markdown(rows, *_title(header)), encoding="utf-8")
     failed = sum(row.passed is False for row in rows)
     if arguments.json:
         print(json.dumps(header | {"rows": [asdict(row) for row in rows]}, indent=2))
