@@ -115,7 +115,7 @@ Watchers = tuple[bool, bool, bool, bool]
 
 # Found once, not in every call: on a call's way every lookup counts, most of all when nothing of it is in the caches.
 _grad_enabled = torch.is_grad_enabled
-_functorch_level = torch._C._functorch.maybe_current_level
+_functorch_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -125,7 +125,7 @@ def watched(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...]) -> Wa
     differentiable = _grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (operands != () and _any_requires_grad(operands))
     )
-    transformed = forward_ad._current_level >= 0 or _functorch_level() is not None
+    transformed = forward_ad._current_level >= 0 or _functorch_active()
     traced = _dispatch_modes() > 0 or not (type(q) is type(k) is type(v) is Tensor or _plain(q, k, v))
     return differentiable, transformed, traced, differentiable and torch.are_deterministic_algorithms_enabled()
 

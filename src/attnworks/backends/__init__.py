@@ -5,7 +5,6 @@ A backend is a module with the names of ``Backend``.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,12 +42,14 @@ class Unaligned(Exception):
     call's tensors are not. It has their addresses at hand; to look them up once more would cost every call."""
 
 
-class ReadsLengths(ABC):
+class ReadsLengths:
     """A launcher that copies and checks ``kv_lens`` itself: where they are contiguous int64, and the cache is neither
-    paged nor appended to, its Operands may hold the caller's own tensor. It raises what ``cache.read_kv_lens`` does."""
+    paged nor appended to, its Operands may hold the caller's own tensor. It raises what ``cache.read_kv_lens`` does.
 
-    @abstractmethod
-    def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]: ...
+    No ABC: every call asks whether its launcher is one, and to ask an ABC costs as much as ten other such questions."""
+
+    def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
 
 
 class Gradients(NamedTuple):
