@@ -12,10 +12,10 @@ from torch.autograd import forward_ad
 
 from attnworks import dispatch, masks, tuned
 from attnworks.autograd import Joined
-from attnworks.backends import Backend, Launcher
+from attnworks.backends import Backend, Launcher, Unaligned
 from attnworks.hardware import detect
 from attnworks.plan import Plan
-from attnworks.problem import Operands, Problem, aligned
+from attnworks.problem import Operands, Problem
 
 # Emptied when full rather than evicted one by one: a program that meets this many distinct problems has no working set
 # worth an LRU's cost on every hit.
@@ -68,8 +68,10 @@ class _WhereAligned:
         self._elsewhere: Launcher | None = None
 
     def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
-        if aligned(o.q, o.k, o.v):
+        try:
             return self._launch(o)
+        except Unaligned:
+            pass
         if self._elsewhere is None:
             problem, backend, plan = self._choice
             chosen, best, _ = dispatch.choose(problem, backend, plan)

@@ -60,6 +60,9 @@ VARIANTS = {
         **modified(Softcap(5.0), ALiBi(torch.ones(4)), Bias(torch.ones(1000, 1000))),
     ),
     "parts, bias": replace(built(**modified(Bias(torch.ones(1, 1000).bfloat16()))), split=True),
+    "128/128 full from 4096, stream-K": replace(built(seq_kv=5000), stream_k=True),
+    "192/128 full, stream-K": replace(built(head_dim=192), stream_k=True),
+    "256/256 full, stream-K": replace(built(head_dim=256, head_dim_v=256), stream_k=True),
     "packed, window, softcap, sink, fp16, padded": built(
         form="varlen", total_q=9, total_kv=9, mask=masks.split(Window(9, 3))[0], head_dim=40, head_dim_v=72,
         scores=scores.split((Softcap(5.0), Sink(torch.zeros(4))))[0], dtype=torch.float16,
@@ -89,6 +92,9 @@ COMPILED = {
     "256/256 map from 0": "",
     "map, softcap, ALiBi, bias": "",
     "parts, bias": "",
+    "128/128 full from 4096, stream-K": "",
+    "192/128 full, stream-K": "",
+    "256/256 full, stream-K": "",
 }
 
 
@@ -123,6 +129,7 @@ def test_the_arguments_are_those_that_the_kernel_reads() -> None:
     for file, name, mirror in (
         ("schedule.cuh", "Params", launch.Params),
         ("merge.cuh", "MergeParams", split.MergeParams),
+        ("stream_k.cuh", "Stretches", split.Stretches),
     ):
         source = (Path(cuda.__file__).parent / file).read_text()
         body = re.search(rf"struct {name} \{{(.*?)\}};", source, re.DOTALL).group(1)
@@ -130,7 +137,7 @@ def test_the_arguments_are_those_that_the_kernel_reads() -> None:
 
 
 def fields_of(body: str) -> list[tuple[str, type]]:
-    types = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float}
+    types = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float, "Stretches": split.Stretches}
     found = []
     for declaration in re.sub(r"//.*|#.*", "", body).split(";"):
         names = declaration.replace("const ", "").split(None, 1)

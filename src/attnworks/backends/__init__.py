@@ -21,6 +21,11 @@ Launcher = Callable[[Operands], tuple[Tensor, Tensor | None]]
 """Runs a prepared call: (out, lse), lse None unless the Problem asks for it."""
 
 
+class Unaligned(Exception):
+    """What a launcher raises, before it does anything, whose backend's verdict needs ``Problem.aligned`` and whose
+    call's tensors are not. It has their addresses at hand; to look them up once more would cost every call."""
+
+
 class ReadsLengths(ABC):
     """A launcher that copies and checks ``kv_lens`` itself: where they are contiguous int64, and the cache is neither
     paged nor appended to, its Operands may hold the caller's own tensor. It raises what ``cache.read_kv_lens`` does."""

@@ -41,7 +41,7 @@ NAMES = (*FORWARD, SPLIT_KV.name, *BACKENDS)
 
 def of_plan(p: Problem, plan: Plan) -> Schedule:
     """What a backend's forward plan moves. Raises ``ValueError`` for a schedule that is not described here."""
-    name = {"tiled": "q_outer", "eager": "standard"}.get(plan.schedule, plan.schedule)
+    name = {"tiled": "q_outer", "stream_k": "q_outer", "eager": "standard"}.get(plan.schedule, plan.schedule)
     passes = _forward_passes(p, plan, name)
     if plan.visit_all:
         passes = tuple(replace(one, skips=False) for one in passes)
