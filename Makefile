@@ -11,7 +11,7 @@ JOBS := $(shell nproc 2>/dev/null || echo 2)
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long gpu-test bench lint format native native-test neon-test sanitize fuzz matrix clean
+.PHONY: help demo test test-long gpu-test bench lint format native native-test neon-test sanitize fuzz matrix wheels clean
 
 help:  ## What there is to make
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -77,6 +77,10 @@ sanitize: $(VENV)/tools.stamp  ## The C++ tests under the address, undefined-beh
 FUZZ_MINUTES := 15
 fuzz: native  ## Random problems against fp64, FUZZ_MINUTES of them
 	$(BIN)/python tests/fuzz.py --minutes $(FUZZ_MINUTES)
+
+# Needs a network: the fresh environments are installed from nothing.
+wheels: $(VENV)/tools.stamp  ## What a release would ship, built and tried here: sdist and wheel
+	$(BIN)/python .ci/wheels.py
 
 $(VENV)/tools.stamp: requirements-dev.txt requirements-weights.txt
 	$(PYTHON) -m venv $(VENV)

@@ -4,6 +4,7 @@
     python benchmarks/cpu.py --quick                  fewer sizes and runs, about 2 minutes
     python benchmarks/cpu.py --section decode --dtype bfloat16
     python benchmarks/cpu.py --section scaling --threads 16
+    python benchmarks/cpu.py --isa avx512_bf16 --dtype bfloat16
     python benchmarks/cpu.py --markdown docs/results/cpu.md --json > rows.json
 
 Every row prints its bar and whether it holds. docs/benchmarking.md says how the numbers come about. From a source tree
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -78,6 +80,7 @@ IMPORT_BAR = 0.1  # seconds
 # What holds torch to older instructions, as --isa does attnworks: to those without AMX where both are set before it
 # starts, ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and MKL_ENABLE_INSTRUCTIONS=AVX512_E3.
 HOLDS_TORCH = "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
+HELD_PRODUCT = 2048  # rows and columns of the product that shows whether they do
 
 
 # ---- sections --------------------------------------------------------------------------------------------------------
@@ -310,6 +313,22 @@ def _hold_to(isa: str) -> None:
     cpu.isas = lambda: known[known.index(isa) :]
 
 
+def _torch_products(settings: Settings) -> dict[str, float]:
+    """How fast torch multiplies two large matrices of each dtype, the best of several, over the peak of the instruction
+    set that attnworks is held to. More than 1 says that torch is not."""
+    found = {}
+    for name in settings.dtypes:
+        a, b = (torch.randn(HELD_PRODUCT, HELD_PRODUCT).to(DTYPES[name]) for _ in range(2))
+        rates, peaks = [], []
+        for _ in range(5):
+            started = time.perf_counter()
+            a @ b
+            rates.append(2 * HELD_PRODUCT**3 / (time.perf_counter() - started))
+            peaks.append(ceilings.peak_flops(name, settings.threads) or math.nan)
+        found[name] = round(max(rates) / max(peaks), 2)
+    return found
+
+
 def main() -> int:
     arguments = _arguments()
     if arguments.isa:
@@ -323,21 +342,24 @@ def main() -> int:
         "commit": environment.commit(),
         "threads": settings.threads,
         "torch_held_by": {name: os.environ[name] for name in HOLDS_TORCH if name in os.environ},
+        "torch_products": _torch_products(settings) if arguments.isa else {},
     }
+    for name, share in header["torch_products"].items():
+        print(f"torch multiplies {name} at {share:.0%} of the FMA peak of {cpu.isas()[0]}", file=sys.stderr)
     rows: list[Row] = []
     started = time.perf_counter()
     for name in arguments.section or SECTIONS:
         section = []
         for row in SECTIONS[name](settings):
             section.append(row)
+            if arguments.markdown:  # so that a run that is cut short leaves what it found
+                arguments.markdown.write_text(markdown([*rows, *section], *_title(header)), encoding="utf-8")
             print(f"\r\033[K{name}: {row.problem}: {row.value}", end="", file=sys.stderr, flush=True)
         print("\r\033[K", end="", file=sys.stderr)
         rows += section
         if section and not arguments.json:
             print_section(section)
     header["seconds"] = round(time.perf_counter() - started)
-    if arguments.markdown:
-        arguments.markdown.write_text(markdown(rows, *_title(header)), encoding="utf-8")
     failed = sum(row.passed is False for row in rows)
     if arguments.json:
         print(json.dumps(header | {"rows": [asdict(row) for row in rows]}, indent=2))
@@ -352,6 +374,7 @@ def _title(header: dict[str, Any]) -> tuple[str, str]:
     machine = header["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
     held = "".join(f", torch with {name}={value}" for name, value in header["torch_held_by"].items())
+    held += "".join(f", {name} products at {share:.0%} of FMA peak" for name, share in header["torch_products"].items())
     return f"CPU bars, {header['when']}", (
         f"{machine['name']}, {header['threads']} threads, kernels {machine['isas'][0] if machine['isas'] else 'none'}"
         f"{held}; {versions}; commit {header['commit']}. Ratios are how many times as fast attnworks is: medians of "

@@ -117,7 +117,11 @@ def ratio_row(
     ratio: Ratio = own.ratio_to(theirs)
     share = own.share_of_peak_flops
     detail = [f"{own.median * 1e3:.3g} against {theirs.median * 1e3:.3g} ms, {len(own.seconds)} runs"]
-    if share is not None and own.problem["form"] != "decode":
+    if own.problem["form"] == "decode":
+        reads = own.share_of_read_bandwidth, theirs.share_of_read_bandwidth
+        if None not in reads:  # 1 / theirs is the most that a ratio can be
+            detail.append("{:.0%} against {:.0%} of a plain read".format(*reads))
+    elif share is not None:
         detail.append(f"{work * share:.0%} of FMA peak")
     if not away and ratio.low < bar <= ratio.high:
         detail.append("the bar lies within the noise")

@@ -4,10 +4,12 @@ backward, and backend "cuda".
     python benchmarks/traffic.py --markdown            # on a machine with an NVIDIA GPU and ncu on the PATH
     python benchmarks/traffic.py --subjects cuda --lengths 4096 --json found.json
 
-One process runs every case under ncu: first unmeasured, which compiles; then the caches are emptied by reading a large
-buffer, which leaves nothing in them that must be written; then the call is measured, and with it another reading of the
-buffer. What that one writes is what the call left in the L2, and is counted to it: all that a call stores reaches the
-memory sooner or later. Metrics that take more than one pass would find the caches warm, and are marked.
+One process runs every case under ncu. With the first kernel that is measured some MiB are written that are not its own
+(4 to 13 seen on an H200): it is one without use. Each case runs first unmeasured, which compiles; then the caches are
+emptied by reading a large buffer, which leaves nothing in them that must be written; then the call is measured, and
+with it another reading of the buffer. What that one writes is what the call left in the L2, and is counted to it: all
+that a call stores reaches the memory sooner or later. Metrics that take more than one pass would find the caches warm,
+and are marked.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -37,14 +40,15 @@ from attnworks.workbench.providers import describe
 SUBJECTS = ("standard", "triton forward", "triton backward", "cuda")
 LENGTHS = (2048, 4096, 8192, 16384)
 TOKENS, HEADS, HEAD_DIM = 16384, 16, 128
+MASKS = {"none": False, "causal": True}
 EMPTIES = "reduce_kernel"  # torch's sum
 
 
 def problem_of(case: dict[str, Any]) -> Problem:
-    n = case["n"]
+    n, heads, dim = case["n"], case.get("heads", HEADS), case.get("head_dim", HEAD_DIM)
     made = describe(
-        form="dense", batch=max(TOKENS // n, 1), heads_q=HEADS, heads_kv=HEADS, seq_q=n, seq_kv=n, head_dim=HEAD_DIM,
-        head_dim_v=HEAD_DIM, dtype=torch.bfloat16, mask=Causal() if case["causal"] else None,
+        form="dense", batch=max(TOKENS // n, 1), heads_q=heads, heads_kv=heads, seq_q=n, seq_kv=n, head_dim=dim,
+        head_dim_v=dim, dtype=torch.bfloat16, mask=Causal() if case["causal"] else None,
     )  # fmt: skip
     return replace(made, device="cuda")
 
@@ -69,7 +73,8 @@ def schedule_of(case: dict[str, Any], on: Hardware) -> Schedule:
 def prepared(case: dict[str, Any]) -> Any:
     """The call of a case, ready to run."""
     p, backward = problem_of(case), case["subject"].endswith("backward")
-    q, k, v, d_out = (torch.randn(p.batch, HEADS, p.seq_q, HEAD_DIM, dtype=p.dtype, device="cuda") for _ in range(4))
+    shape = (p.batch, p.heads_q, p.seq_q, p.head_dim)
+    q, k, v, d_out = (torch.randn(shape, dtype=p.dtype, device="cuda") for _ in range(4))
     plan = plan_of(case, detect("cuda"))
     asked = {"mask": Causal() if case["causal"] else None, "backend": plan.backend, "plan": plan}
     if not backward:
@@ -85,6 +90,7 @@ def child(order: Path) -> None:
     buffer = torch.zeros(
         FEWEST_FLUSH_BYTES // 4, device="cuda"
     )  # whose sum is one kernel: of integers it is a cast too
+    measured(buffer.sum)  # the first kernel
     for case in cases:
         try:
             call = prepared(case)
@@ -96,14 +102,18 @@ def child(order: Path) -> None:
             continue
         buffer.sum()
         torch.cuda.synchronize()
-        torch.cuda.profiler.start()
-        call()
-        buffer.sum()
-        torch.cuda.synchronize()
-        torch.cuda.profiler.stop()
+        measured(call, buffer.sum)
         del call
         torch.cuda.empty_cache()
     order.write_text(json.dumps(cases))
+
+
+def measured(*calls: Callable[[], Any]) -> None:
+    torch.cuda.profiler.start()
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
 def counted(cases: list[dict[str, Any]], metrics: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -113,7 +123,8 @@ def counted(cases: list[dict[str, Any]], metrics: tuple[str, ...]) -> list[dict[
         order.write_text(json.dumps(cases))
         kernels = profile.profile([sys.executable, __file__, "--child", str(order)], metrics, timeout=3600)
         done = json.loads(order.read_text())
-    found = iter(profile.calls(kernels, EMPTIES))
+    _, *calls = profile.calls(kernels, EMPTIES)
+    found = iter(calls)
     for case in done:
         if "error" not in case:
             case["kernels"] = next(found, None)
@@ -136,7 +147,7 @@ def measured_of(kernels: list[profile.Kernel]) -> Measured:
 
 
 def row_of(case: dict[str, Any], on: Hardware) -> dict[str, Any]:
-    shown = {name: case[name] for name in ("subject", "n", "causal")}
+    shown = {name: case[name] for name in ("subject", "n", "causal", "heads", "head_dim") if name in case}
     if "error" in case:
         return shown | {"error": case["error"]}
     found = levels.levels(problem_of(case), schedule_of(case, on), on)
@@ -178,6 +189,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--subjects", default=",".join(SUBJECTS), help="Between commas.")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="N, between commas.")
+    parser.add_argument("--masks", default=",".join(MASKS), help="Between commas.")
+    parser.add_argument("--heads", type=int, default=HEADS)
+    parser.add_argument("--head-dim", type=int, default=HEAD_DIM)
     parser.add_argument("--json", type=Path, help="Write the rows with every kernel's counters here.")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -188,12 +202,17 @@ def main() -> None:
     subjects = asked.subjects.split(",")
     if unknown := set(subjects) - set(SUBJECTS):
         parser.error(f"--subjects: had {sorted(unknown)}, must be of {', '.join(SUBJECTS)}")
+    masks = asked.masks.split(",")
+    if unknown := set(masks) - set(MASKS):
+        parser.error(f"--masks: had {sorted(unknown)}, must be of {', '.join(MASKS)}")
     on = detect("cuda")
-    each = product(subjects, map(int, asked.lengths.split(",")), (False, True))
-    cases = counted([{"subject": s, "n": n, "causal": causal} for s, n, causal in each], profile.BYTES)
+    each = product(subjects, map(int, asked.lengths.split(",")), (MASKS[mask] for mask in masks))
+    sizes = {"heads": asked.heads, "head_dim": asked.head_dim}
+    cases = counted([{"subject": s, "n": n, "causal": causal} | sizes for s, n, causal in each], profile.BYTES)
     rows = [row_of(case, on) for case in cases]
     print(
-        f"{on.name}: {TOKENS} tokens, {HEADS} heads, head_dim {HEAD_DIM}, bf16. MiB of the device's memory and its L2\n"
+        f"{on.name}: {TOKENS} tokens, {asked.heads} heads, head_dim {asked.head_dim}, bf16. MiB of the device's memory "
+        "and its L2\n"
     )
     print(printed(table(rows), asked.markdown))
     if any(row.get("warm") for row in rows):

@@ -26,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, help="folder of the file [default: plans in your configuration folder]")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", default="", metavar="TEXT", help="problems whose key has this, as in: --only decode")
     parser.add_argument("--seconds", type=float, default=200.0, help="begin no problem after so many [default: 200]")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes that compile")
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
@@ -37,7 +38,7 @@ def main() -> None:
     def report(what: str, done: int, total: int) -> None:
         print(f"[{done}/{total}] {what}", file=sys.stderr, flush=True)
 
-    problems = tune.usual_problems()
+    problems = [p for p in tune.usual_problems() if chosen.only in tuned.key_of(p, hardware, "triton")]
     found = tune.tune(problems, chosen.device, seconds=chosen.seconds, jobs=chosen.jobs, progress=report)
     path = (chosen.into or tuned.users_folder()) / tuned.file_name(hardware)
     tuned.write(path, hardware.name, tune.rows_of(found))

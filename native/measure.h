@@ -7,11 +7,11 @@ namespace attnworks::ATTNWORKS_ISA {
 template <bool PAIRS>
 static double flops_loop(int64_t iterations) {
   Vec acc[MR * NV];
-  const Vec a = zero(), b = set1(0.5f);
+  const Vec a = set1(1.f), b = set1(0.5f);
   for (int i = 0; i < MR * NV; i++) acc[i] = set1(i);
   for (int64_t k = 0; k < iterations; k++)
 #pragma GCC unroll 32
-    for (int i = 0; i < MR * NV; i++) acc[i] = PAIRS ? dot_bf16(acc[i], a, b) : fma(a, b, acc[i]);
+    for (int i = 0; i < MR * NV; i++) acc[i] = PAIRS ? dot_bf16(acc[i], a, b) : fma(acc[i], b, a);  // a b would be known beforehand
   volatile float used = 0;
   for (int i = 0; i < MR * NV; i++) used = used + reduce_add(acc[i]);
   return (double)iterations * MR * NV * W * (PAIRS ? 4 : 2);

@@ -222,6 +222,19 @@ def test_export_puts_the_op_into_the_program(strict):
     same(program.module()(*inputs), attention(*inputs, mask=Causal()))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_puts_decode_into_the_program_too(strict):
+    class Module(torch.nn.Module):
+        def forward(self, q, k, v, lens):
+            return attention_decode(q, k, v, kv_lens=lens)
+
+    inputs = randn(2, 1, 6, 8), randn(2, 9, 3, 8), randn(2, 9, 3, 8), torch.tensor([4, 9])
+    want = attention_decode(*inputs[:3], kv_lens=inputs[3])
+    program = torch.export.export(Module(), inputs, strict=strict)
+    assert any("attnworks" in str(node.target) for node in program.graph.nodes)
+    same(program.module()(*inputs), want)
+
+
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="generated code needs a C++ compiler")
 def test_generated_code_trains_a_block_and_decodes():
     """Inductor: strides that it reads off the fakes, a gradient, and a cache written in place."""

@@ -1,6 +1,8 @@
 """Tile maps against visibility written out pair by pair, and the cache's notion of the same mask."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -161,6 +163,18 @@ def test_a_freed_tensor_has_a_new_map_and_its_old_one_goes():
     tilemap._CACHE.clear()
     assert [once(0), once(1), once(0)] == [2 * (25 * 25 + 12 * 25), 2 * 37 * 50, 2 * (25 * 25 + 12 * 25)]
     assert not tilemap._CACHE
+
+
+def test_what_a_graph_was_captured_with_stays(monkeypatch):
+    monkeypatch.setattr(tilemap, "_CAPTURED", {})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for capturing in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        doc = DOC.clone()
+        found = weakref.ref(build(lambda b, h, q, k, doc=doc: doc[b, q] == doc[b, k], tilemap.cached).partial.tiles)
+        del doc
+        gc.collect()
+        assert (found() is not None) == capturing
 
 
 def test_an_inference_tensor_is_read_anew():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import attnworks
-from attnworks import Causal, Plan, Softcap, Window, dispatch, masks, prepared, scores, tuned
-from attnworks.backends import reference, triton
+from attnworks import ALiBi, Causal, Plan, Softcap, Window, dispatch, masks, prepared, scores, tuned
+from attnworks.backends import cuda, reference, triton
 from attnworks.hardware import load
 from attnworks.tuned import Row
 from helpers import problem_of
@@ -56,6 +56,44 @@ def test_a_measured_row_decides_and_says_so(folders):
     assert found.why == "tuned, 1.25 times as fast as the table's choice (nvidia-h200-sxm.json, 0123abc)"
     assert found.why in str(found) and found.to_json()["why"] == found.why
     assert dispatch.choose(PROBLEM, "triton")[1] == PLAN
+
+
+def test_the_cuda_backend_takes_a_row_and_splits_the_keys_as_the_problem_asks(folders, monkeypatch):
+    monkeypatch.setattr(cuda, "missing", lambda: "")
+    plan = Plan("cuda", "q_outer", 192, 96, warps=16, stages=3)
+    row = replace(ROW, plan=plan, kernels=tuned.kernels_hash(cuda.KERNELS))
+
+    def explained(posed):
+        put(folders[1], row, tuned.key_of(posed, H200, "cuda"))
+        return dispatch.explain(posed, "cuda")
+
+    table = dispatch.explain(PROBLEM, "cuda")
+    assert table.why == "the backend's own choice" and table.plan != plan
+    found = explained(PROBLEM)
+    assert found.plan == plan and found.why.startswith("tuned, 1.25 times as fast as the table's choice")
+    assert dispatch.explain(replace(PROBLEM, dtype=torch.float16), "cuda").plan == table.plan
+    few = gpu_problem(batch=1, heads_q=2, heads_kv=2, seq=16384)
+    few = replace(few, seq_q=192)
+    found = explained(few)
+    assert found.plan == replace(plan, schedule="split_kv", split_kv=1056)
+    assert explained(replace(few, seq_kv=2048)).plan.split_kv == 1056
+    assert explained(replace(few, seq_kv=2048, batch_invariant=True)).plan == plan
+    wave = replace(plan, tile_q=128, tile_kv=144, warps=12, stages=2)
+    row = replace(row, plan=wave)
+    assert explained(gpu_problem(batch=1, heads_q=17, heads_kv=17, seq=8192)).plan == replace(wave, schedule="stream_k")
+    assert dispatch.explain(gpu_problem(batch=33, seq=8192), "cuda").plan == wave, "the last wave is a whole one"
+    row = replace(row, plan=plan)
+    # One row for all lengths of its kind: each has as many parts as fill the card.
+    longest = replace(few, seq_kv=4 * 16384)
+    assert tuned.key_of(longest, H200, "cuda") == tuned.key_of(few, H200, "cuda")
+    assert dispatch.explain(longest, "cuda").plan == replace(plan, schedule="split_kv", split_kv=1056)
+
+
+def test_what_a_kernel_must_be_compiled_for_is_in_the_key():
+    keys = [
+        tuned.key_of(gpu_problem(modifiers=m), H200, "cuda") for m in ((), (Softcap(5.0),), (ALiBi(torch.ones(16)),))
+    ]
+    assert len(set(keys)) == 3 and keys[1].endswith("softcap") and keys[2].endswith("alibi")
 
 
 def test_a_given_plan_comes_before_a_measured_one(folders):
@@ -158,6 +196,17 @@ def test_the_hash_knows_code_from_words_about_it(tmp_path):
     assert plain == hashed("def f(x):  # why\n\n    # because\n    return x  +  1\n")
     assert plain != hashed("def f(x):\n    return x + 2\n")
     assert plain != hashed('def f(x):\n    "a" "b"\n    return x + "1"\n')
+
+
+def test_comments_in_cuda_count_as_little(tmp_path):
+    def hashed(text):
+        path = tmp_path / f"{abs(hash(text))}.cuh"
+        path.write_text(text)
+        return tuned.kernels_hash((path,))
+
+    plain = hashed("#if A  // why\nDEV int f() { return 1 / 2; }\n#endif\n")
+    assert plain == hashed("/* what\n   it does */\n#if A\nDEV int f() {\n  return 1 / 2;\n}\n#endif\n")
+    assert plain != hashed("#if A\nDEV int f() { return 1 / 3; }\n#endif\n")
 
 
 def test_of_a_compiled_kernel_every_byte_counts(tmp_path):

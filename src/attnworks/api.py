@@ -201,7 +201,8 @@ def attention_decode(
     Nothing past a sequence's length, and no table entry past its last page, influences a bit. The other arguments and
     errors are those of ``attention``. The caches are written only once every check has passed.
     """
-    if is_compiling():
+    # Where torch.export runs this function, it does so on tensors of types of its own.
+    if is_dynamo_compiling() or (type(q) is not Tensor and is_compiling()):
         # fmt: off
         return _traced(
             "attention_decode", q, k_cache, v_cache, kv_lens=kv_lens, page_table=page_table, k_new=k_new, v_new=v_new,

@@ -95,11 +95,12 @@ def _ranked(problem: Problem, backend: Backend, hardware: Hardware) -> tuple[Pla
     found = tuned.find(problem, hardware, backend.NAME, backend.KERNELS)
     if found is None:
         return best_plan(problem, backend.candidates(problem, hardware), hardware), "the backend's own choice"
+    plan = backend.adapt(problem, found.row.plan, hardware)
     try:
-        backend.check_plan(problem, found.row.plan)
+        backend.check_plan(problem, plan)
     except ValueError as error:
         raise ValueError(f"tuned plans {found.path}, row {found.key!r}: {error}") from None
-    return found.row.plan, str(found)
+    return plan, str(found)
 
 
 def _asked(backend: object, plan: object) -> str:

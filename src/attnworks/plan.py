@@ -19,7 +19,8 @@ class Plan:
     """One way to run a Problem.
 
     ``schedule`` names the loop structure; each backend lists its own ("tiled" and "split_kv" on the CPU; "eager",
-    "standard", "kv_outer" and "q_outer" on the reference; those and "grouped" and "split_kv" in Triton).
+    "standard", "kv_outer" and "q_outer" on the reference; those and "grouped" and "split_kv" in Triton; "q_outer",
+    "split_kv" and "stream_k" in CUDA).
     ``tile_q``, ``tile_kv``: rows and keys of a tile.
     ``split_kv``: keys of one partial result of a split-KV schedule. ``isa``: instruction set of the CPU backend.
     ``warps``, ``stages``: warps of a program and depth of its software pipeline on a GPU. 0 and "" mean that the

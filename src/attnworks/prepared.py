@@ -12,10 +12,10 @@ from torch.autograd import forward_ad
 
 from attnworks import dispatch, masks, tuned
 from attnworks.autograd import Joined
-from attnworks.backends import Backend, Launcher
+from attnworks.backends import Backend, Launcher, Unaligned
 from attnworks.hardware import detect
 from attnworks.plan import Plan
-from attnworks.problem import Operands, Problem, aligned
+from attnworks.problem import Operands, Problem
 
 # Emptied when full rather than evicted one by one: a program that meets this many distinct problems has no working set
 # worth an LRU's cost on every hit.
@@ -68,8 +68,10 @@ class _WhereAligned:
         self._elsewhere: Launcher | None = None
 
     def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
-        if aligned(o.q, o.k, o.v):
+        try:
             return self._launch(o)
+        except Unaligned:
+            pass
         if self._elsewhere is None:
             problem, backend, plan = self._choice
             chosen, best, _ = dispatch.choose(problem, backend, plan)
@@ -113,7 +115,7 @@ Watchers = tuple[bool, bool, bool, bool]
 
 # Found once, not in every call: on a call's way every lookup counts, most of all when nothing of it is in the caches.
 _grad_enabled = torch.is_grad_enabled
-_functorch_level = torch._C._functorch.maybe_current_level
+_functorch_active = torch._C._are_functorch_transforms_active
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
@@ -123,7 +125,7 @@ def watched(q: Tensor, k: Tensor, v: Tensor, operands: tuple[Tensor, ...]) -> Wa
     differentiable = _grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (operands != () and _any_requires_grad(operands))
     )
-    transformed = forward_ad._current_level >= 0 or _functorch_level() is not None
+    transformed = forward_ad._current_level >= 0 or _functorch_active()
     traced = _dispatch_modes() > 0 or not (type(q) is type(k) is type(v) is Tensor or _plain(q, k, v))
     return differentiable, transformed, traced, differentiable and torch.are_deterministic_algorithms_enabled()
 

@@ -263,6 +263,7 @@ def _compress(row: Tensor, sorted_tiles: Tensor, rows: int) -> TileLists:
 
 _Kept = tuple[Any, tuple[tuple[int, int], ...], tuple[weakref.ref[Tensor], ...]]
 _CACHE: dict[Hashable, _Kept] = {}
+_CAPTURED: dict[int, Any] = {}
 
 
 def cached(
@@ -289,7 +290,16 @@ def kept(key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], T]) -> 
     Operands are the same while they are the same tensor objects over the same memory in the same version, so one that
     was freed or written to by torch is made of anew. Writes that torch doesn't count (through ``.data``, NumPy or a
     kernel of one's own) are not seen. Inference tensors count no versions: nothing made of them is kept.
+
+    What a CUDA graph's capture is given stays for good: the graph reads it as often as it is replayed.
     """
+    value = _kept(key, operands, make)
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        _CAPTURED[id(value)] = value
+    return value
+
+
+def _kept(key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], T]) -> T:
     if any(operand.is_inference() for operand in operands):
         return make()
     states = tuple((operand.data_ptr(), operand._version) for operand in operands)

@@ -34,7 +34,7 @@ from attnworks.problem import Problem
 
 SCHEDULES = ("standard", "kv_outer", "q_outer")
 _GROUPED = ("grouped", "split_kv")
-_ALIASES = {"tiled": "q_outer", "eager": "standard"}
+_ALIASES = {"tiled": "q_outer", "stream_k": "q_outer", "eager": "standard"}
 
 Lengths = Sequence[tuple[int, int]]
 """(seq_q, seq_kv) of each sequence of the batch."""

@@ -89,8 +89,7 @@ def key_of(problem: Problem, hardware: Hardware, backend: str) -> str:
     ]
     if p.page_size:
         said.append(f"pages of {p.page_size}")
-    if any(term.kind != "sink" for term in p.scores):
-        said.append("scores")
+    said += sorted({term.kind for term in p.scores} - {"sink"})
     return ", ".join(said)
 
 
@@ -109,9 +108,13 @@ def _mask_words(p: Problem) -> str:
 
 @cache
 def kernels_hash(sources: tuple[Path, ...]) -> str:
-    """Of what Python sources say, where comments, docstrings and layout don't count; of compiled ones every byte."""
+    """Of what sources in Python and CUDA C++ say, where comments, docstrings and layout don't count; of compiled ones
+    every byte."""
     digest = hashlib.sha256()
     for path in sources:
+        if path.suffix == ".cuh":
+            digest.update(" ".join(_COMMENT.sub(" ", path.read_text(encoding="utf-8")).split()).encode())
+            continue
         if path.suffix != ".py":
             digest.update(path.read_bytes())
             continue
@@ -121,6 +124,7 @@ def kernels_hash(sources: tuple[Path, ...]) -> str:
     return digest.hexdigest()[:16]
 
 
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _LAYOUT = (tokenize.COMMENT, tokenize.NL)
 _STARTS_STATEMENT = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 
 import pytest
 import torch
@@ -234,3 +235,13 @@ def test_schedules_without_hidden_tiles_refuse_to_visit_them():
     ):
         with pytest.raises(ValueError, match="plan visit_all: was True"):
             attention(q, q, q, plan=plan)
+
+
+@pytest.mark.parametrize("isa", cpu.isas())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_loop_that_measures_the_peak_multiplies(isa, dtype):
+    """A compiler that sees through it leaves nothing to measure."""
+    started = time.perf_counter()
+    flops = cpu._native.peak_flops(isa, dtype, 1, 10_000_000)
+    assert flops > 1e8
+    assert flops / (time.perf_counter() - started) < 1e13

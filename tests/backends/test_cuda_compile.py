@@ -60,22 +60,14 @@ VARIANTS = {
         **modified(Softcap(5.0), ALiBi(torch.ones(4)), Bias(torch.ones(1000, 1000))),
     ),
     "parts, bias": replace(built(**modified(Bias(torch.ones(1, 1000).bfloat16()))), split=True),
+    "128/128 full from 4096, stream-K": replace(built(seq_kv=5000), stream_k=True),
+    "192/128 full, stream-K": replace(built(head_dim=192), stream_k=True),
+    "256/256 full, stream-K": replace(built(head_dim=256, head_dim_v=256), stream_k=True),
     "packed, window, softcap, sink, fp16, padded": built(
         form="varlen", total_q=9, total_kv=9, mask=masks.split(Window(9, 3))[0], head_dim=40, head_dim_v=72,
         scores=scores.split((Softcap(5.0), Sink(torch.zeros(4))))[0], dtype=torch.float16,
     ),
 }  # fmt: skip
-
-
-def frame_bytes(code: bytes) -> int:
-    """What the kernel keeps in memory for want of registers: its entry in the table .nv.info (EIATTR_FRAME_SIZE)."""
-    kind, found = b"\x04\x11\x08\x00", []
-    start = code.find(kind)
-    while start >= 0:
-        found.append(int.from_bytes(code[start + 8 : start + 12], "little"))
-        start = code.find(kind, start + 1)
-    assert found, "no entry of a frame's size"
-    return max(found)
 
 
 # Those whose registers are tightest, and all features at once: each takes seconds. tests/gpu runs the others. Of plain
@@ -89,6 +81,9 @@ COMPILED = {
     "256/256 map from 0": "",
     "map, softcap, ALiBi, bias": "",
     "parts, bias": "",
+    "128/128 full from 4096, stream-K": "",
+    "192/128 full, stream-K": "",
+    "256/256 full, stream-K": "",
 }
 
 
@@ -98,7 +93,7 @@ COMPILED = {
 def test_kernels_compile_without_spills_and_plain_ones_to_what_was_measured(name: str) -> None:
     code, log = compiler.compiled(text(VARIANTS[name]))
     assert log == "", "also a warning that registers can't be handed over, or that products can't overlap"
-    assert frame_bytes(code) == 0
+    assert compiler.frame_bytes(code) == 0
     assert VARIANTS[name].shared_bytes <= plans.SHARED_LIMIT
     assert VARIANTS[name].extended == (not COMPILED[name])
     if COMPILED[name] and nvrtc_version() == MEASURED_WITH:
@@ -115,7 +110,7 @@ def nvrtc_version() -> str:
 @needs_nvrtc
 def test_a_kernel_that_spills_is_seen() -> None:
     spills = replace(VARIANTS["64/64 full from 2048"], head_dim_v=128)
-    assert frame_bytes(compiler.compiled(text(spills))[0]) > 0
+    assert compiler.frame_bytes(compiler.compiled(text(spills))[0]) > 0
 
 
 def test_the_arguments_are_those_that_the_kernel_reads() -> None:
@@ -123,6 +118,7 @@ def test_the_arguments_are_those_that_the_kernel_reads() -> None:
     for file, name, mirror in (
         ("schedule.cuh", "Params", launch.Params),
         ("merge.cuh", "MergeParams", split.MergeParams),
+        ("stream_k.cuh", "Stretches", split.Stretches),
     ):
         source = (Path(cuda.__file__).parent / file).read_text()
         body = re.search(rf"struct {name} \{{(.*?)\}};", source, re.DOTALL).group(1)
@@ -130,7 +126,7 @@ def test_the_arguments_are_those_that_the_kernel_reads() -> None:
 
 
 def fields_of(body: str) -> list[tuple[str, type]]:
-    types = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float}
+    types = {"i64": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float, "Stretches": split.Stretches}
     found = []
     for declaration in re.sub(r"//.*|#.*", "", body).split(";"):
         names = declaration.replace("const ", "").split(None, 1)

@@ -180,7 +180,7 @@ def test_copies_of_packed_sequences_touch_their_own_rows_and_no_byte_outside_the
     p = packed(randn(300, heads, dim), k, k, 200, 5)
     plan = plans.plan_for(p)
     all_described = maps.describe(p, plan, out=False)
-    maps.Maps(p, all_described).point_to(16, k.data_ptr(), k.data_ptr())
+    maps.Maps(p, all_described).point_to(16, k.data_ptr(), k.data_ptr(), 0)
     described, base = all_described[1], library.encoded[1][0]
     assert library.encoded[1][1:] == (described.sizes, described.strides, (64, plan.tile_kv, 1, 1, 1))
     storage = range(whole.data_ptr(), whole.data_ptr() + 2 * whole.numel())
@@ -208,7 +208,7 @@ def test_copies_of_dense_tensors_touch_no_byte_outside_of_them(library: Library,
     p = dense(q, k, v, layout)
     plan = plans.plan_for(p)
     all_described = maps.describe(p, plan, out=False)
-    maps.Maps(p, all_described).point_to(q.data_ptr(), k.data_ptr(), v.data_ptr())
+    maps.Maps(p, all_described).point_to(q.data_ptr(), k.data_ptr(), v.data_ptr(), 0)
     described, base = all_described[1], library.encoded[1][0]
     storage = range(k.data_ptr(), k.data_ptr() + 2 * k.numel())
     for key in range(0, 150, plan.tile_kv):
@@ -259,7 +259,7 @@ def test_a_map_that_the_driver_refuses_is_described(library: Library) -> None:
     p = dense(*(randn(1, 2, 8, 64) for _ in range(3)))
     library.cuTensorMapEncodeTiled.function = lambda *_: 1
     with pytest.raises(driver.DriverError, match=r"to mapping q: Description\(sizes=\(64, 8, 2, 1\)"):
-        maps.Maps(p, maps.describe(p, plans.plan_for(p), out=False)).point_to(16, 32, 48)
+        maps.Maps(p, maps.describe(p, plans.plan_for(p), out=False)).point_to(16, 32, 48, 0)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -367,7 +367,8 @@ def test_parts_of_the_keys_are_merged(library: Library) -> None:
     count = -(-5000 // plan.split_kv)
     assert (seen.params.splits, merged.splits, seen.params.split_tiles) == (count, count, plan.split_kv // plan.tile_kv)
     assert seen.config.grid_x == -(-300 // plan.tile_q) * 2 * count <= UNITS
-    assert (seen.params.out, seen.params.lse) == (merged.parts, merged.parts_lse)
+    assert (seen.params.parts, seen.params.parts_lse) == (merged.parts, merged.parts_lse)
+    assert (merged.first, merged.end) == (seen.params.first, 600) == (0, 600)
     assert (merged.out, merged.lse, merged.sink) == (out.data_ptr(), lse.data_ptr(), sink.data_ptr())
     assert (seen.params.out_split, seen.params.lse_split) == (out.numel(), lse.numel())
     assert not plans.variant(p, plan).sink, "it enters once, where the parts are merged"
@@ -453,3 +454,44 @@ def test_a_section_has_heads_that_fit_and_leaves_none_lonely(
 ) -> None:
     q, k = torch.empty(batch, heads, 1, 128, dtype=bf16), torch.empty(batch, heads_kv, keys, 128, dtype=bf16)
     assert plans.section(dense(q, k, k), 32 * 2**20) == expected
+
+
+def test_the_last_wave_is_shared_where_much_of_the_card_would_wait_for_it() -> None:
+    def plan(heads: int, rows: int, keys: int, dim: int = 128, **changes: Any) -> Any:
+        q, k = randn(1, heads, rows, dim), randn(1, heads, keys, dim)
+        p = replace(dense(q, k, k), **changes)
+        found = plans.plan_for(p, UNITS)
+        plans.check(p, found)
+        return found
+
+    assert UNITS == 132
+    shared = plan(17, 1024, 4096)
+    assert (shared.schedule, shared.tile_q, shared.tile_kv) == ("stream_k", 128, 128)
+    for other in (plan(17, 1024, 512), plan(33, 512, 4096), plan(33, 510, 4096), plan(17, 1024, 4096, 64)):
+        assert other.schedule == "q_outer", (
+            "too little to save, no tile left over, none of whole rows, tiles of 192 rows"
+        )
+    assert plan(16, 1024, 4096).schedule == "q_outer", "not one whole wave"
+    for changes in ({"mask": masks.split(Causal())[0]}, {"batch_invariant": True}, {"scale": -1.0}):
+        assert plan(17, 1024, 4096, **changes).schedule == "q_outer"
+    p = dense(randn(1, 4, 300, 128), randn(1, 4, 300, 128), randn(1, 4, 300, 128))
+    with pytest.raises(ValueError, match="must be 'q_outer' where there is a mask"):
+        plans.check(replace(p, batch_invariant=True), shared)
+
+
+def test_parts_of_the_last_wave_are_merged(library: Library) -> None:
+    q, k = randn(1, 17, 1024, 128), randn(1, 17, 4096, 128)
+    p = dense(q, k, k, return_lse=True)
+    run = launch.prepare(p, plans.plan_for(p, UNITS))
+    out, lse = run(Operands(q, k, k))
+    (seen,), (merged,) = library.launched, library.merged
+    assert seen.config.grid_x == UNITS
+    assert (seen.params.out, seen.params.lse) == (merged.out, merged.lse) == (out.data_ptr(), lse.data_ptr())
+    assert (seen.params.parts, seen.params.parts_lse) == (merged.parts, merged.parts_lse)
+    assert bytes(seen.params.stretches) == bytes(merged.stretches)
+    assert (seen.params.stretches.whole, seen.params.stretches.steps) == (132, 4 * 32)
+    assert (merged.first, merged.end, merged.splits) == (132 * 128, 17 * 1024, 0)
+    q, k = randn(1, 33, 512, 128), randn(1, 33, 4096, 128)
+    library.merged.clear()
+    launch.prepare(dense(q, k, k), plans.plan_for(p, UNITS))(Operands(q, k, k))
+    assert not library.merged, "no tile is left over"

@@ -1,6 +1,7 @@
 """The CUDA backend on a GPU that it is for: the quick cases, and what only a GPU shows."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -291,6 +292,36 @@ def test_a_bias_at_an_odd_address_is_read_in_place():
         bias = wide[:, first : first + 300]
         found = attention(q, k, v, scores=(Bias(bias),), backend="cuda")
         assert torch.equal(found, attention(q, k, v, scores=(Bias(bias.contiguous()),), backend="cuda"))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 256), (192, 128), (40, 72)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_last_wave_is_shared(dims, dtype):
+    """Few and many tiles of rows left over, whole and not; keys of whole tiles and not; a layout, grouped heads."""
+    for batch, heads, group, seq_q, seq_kv in ((1, 16, 1, 1100, 4099), (3, 6, 2, 1000, 2048), (2, 8, 4, 4096, 700)):
+        q, k, v = (
+            randn(batch, n, h, d, dtype=dtype)
+            for n, h, d in (
+                (seq_q, heads, dims[0]),
+                (seq_kv, heads // group, dims[0]),
+                (seq_kv, heads // group, dims[1]),
+            )
+        )
+        plan = explain(q, k, v, layout="bshd", backend="cuda").plan
+        plan = replace(plan, schedule="stream_k", tile_q=128, warps=12, split_kv=0)
+        found = attention(q, k, v, layout="bshd", return_lse=True, plan=plan)
+        whole = attention(q, k, v, layout="bshd", return_lse=True, plan=replace(plan, schedule="q_outer"))
+        assert_close(found[0], whole[0])
+        torch.testing.assert_close(found[1], whole[1], atol=1e-3, rtol=1e-4)
+        assert_close(found[0].transpose(1, 2), exact(*(x.transpose(1, 2) for x in (q, k, v))))
+        assert torch.equal(attention(q, k, v, layout="bshd", plan=plan), found[0]), "twice the same"
+
+
+def test_auto_shares_the_last_wave_where_much_of_the_card_would_wait():
+    q, k, v = qkv(batch=1, heads=17, seq=8192)  # 1088 tiles of 128 rows: 8 waves of 132 and 32 tiles
+    assert explain(q, k, v).plan.schedule == "stream_k"
+    assert explain(q, k, v, mask=Causal()).plan.schedule == "q_outer"
+    assert explain(q, k, v, batch_invariant=True).plan.schedule == "q_outer"
 
 
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (256, 256), (40, 72)])

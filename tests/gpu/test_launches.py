@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnworks import Causal, attention, attention_decode, attention_varlen
+from attnworks import Causal, attention, attention_decode, attention_varlen, explain, tilemap
 from gpu_helpers import assert_close, exact, gradients, randn
 
 FP16, FP32 = torch.float16, torch.float32
@@ -96,6 +96,28 @@ def test_a_graph_of_the_forward_replays_with_new_values(masked):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, expected)
+
+
+@pytest.mark.usefixtures("plain_memory")
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+def test_a_graph_outlives_the_mask_that_its_tile_map_was_made_of(backend):
+    q, k, v = (x.bfloat16() for x in qkv())
+    documents = torch.arange(300, device="cuda") // 70
+
+    def same(b, h, i, j):
+        return documents[i] == documents[j]
+
+    chosen = explain(q, k, v, mask=same)
+    if not next(verdict for verdict in chosen.verdicts if verdict.backend == backend).supported:
+        pytest.skip(str(chosen))
+    graph, out = captured(lambda: attention(q, k, v, mask=same, backend=backend))
+    expected = attention(q, k, v, mask=same, backend=backend)
+    tilemap._CACHE.clear()  # as happens when many masks have been met since
+    kept = [torch.full((size,), -1, dtype=torch.int32, device="cuda") for size in (*range(1, 4000, 7), 2**20)]
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected) and kept
 
 
 @pytest.mark.usefixtures("plain_memory")

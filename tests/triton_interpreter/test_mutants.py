@@ -35,9 +35,9 @@ class Mutant(NamedTuple):
 
 FORWARD, BACKWARD, PARTS = "forward.py", "backward.py", "parts.py"
 MUTANTS = {
-    "causal off by one": Mutant(PARTS, "rows[:, None] + high)", "rows[:, None] + high + 1)", ("top-left",)),
-    "window off by one": Mutant(PARTS, "rows[:, None] + low)", "rows[:, None] + low + 1)", ("window to the left",)),
-    "tail keys unmasked": Mutant(PARTS, "(keys < end)[None, :] &", "(keys >= 0)[None, :] &", ("one tile and a tail",)),
+    "causal off by one": Mutant(PARTS, "rows + high, end - 1)", "rows + high + 1, end - 1)", ("top-left",)),
+    "window off by one": Mutant(PARTS, "(rows + low)[", "(rows + low + 1)[", ("window to the left",)),
+    "tail keys unmasked": Mutant(PARTS, "rows + high, end - 1)", "rows + high, FAR)", ("one tile and a tail",)),
     "acc not rescaled": Mutant(FORWARD, "v, acc * alpha[:, None],", "v, acc,", ("rising maximum, few",)),
     "sum not rescaled": Mutant(FORWARD, "= running_sum * alpha +", "= running_sum +", ("rising maximum, few",)),
     "scale missing": Mutant(FORWARD, "factor = scale * LOG2E if", "factor = LOG2E if", ("one tile and a tail",)),

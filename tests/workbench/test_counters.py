@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from attnworks import Plan
-from attnworks.workbench import profile
+from attnworks import Plan, masks
+from attnworks.hardware import load
+from attnworks.workbench import counters, profile
+from attnworks.workbench.cli.counted import in_counts
 from attnworks.workbench.counters import METRICS, Counted, count
 from attnworks.workbench.profile import Kernel, ProfilerError
 from attnworks.workbench.providers import Attnworks, describe
+from record_helpers import RECORD
 
 SIZES = {"form": "dense", "batch": 1, "heads_q": 2, "heads_kv": 2, "seq_q": 64, "seq_kv": 64, "head_dim": 16}
 PROBLEM = replace(describe(**SIZES, head_dim_v=16, dtype=torch.float16), device="cuda:0")
@@ -67,6 +70,21 @@ def test_the_other_process_is_told_provider_problem_and_seed() -> None:
     tiles = Plan("triton", "q_outer", 64, 64, warps=4, stages=2)
     count(Attnworks("tiles", "triton", tiles), PROBLEM, profiler=ncu)
     assert ncu.job[0].name == "tiles" and ncu.job[0]._explicit == tiles
+
+
+def test_what_the_model_predicts_stands_beside_what_was_counted(monkeypatch) -> None:
+    monkeypatch.setattr(counters, "count", lambda provider, problem: Counted.of([Kernel("k", FIRST)]))
+    monkeypatch.setattr(counters, "detect", lambda device: load("h200-sxm"))
+    plan = Plan("triton", "q_outer", 64, 64, warps=4, stages=2)
+    record = replace(RECORD, plan=plan.to_json(), problem=PROBLEM.to_json())
+    made = counters.with_profile(PROBLEM, record, Attnworks("tiles", "triton", plan))
+    moved = 4 * 2 * 64 * 16 * 2  # Q, K, V and O of two heads
+    assert made.profile["predicted_bytes"] == moved and made.measured_bytes == 1_250_000
+    assert in_counts(made, gpu=True)[:2] == ("1.19 MiB", "16 KiB (-99%)")
+    foreign = counters.with_profile(PROBLEM, replace(record, plan=None), Attnworks("tiles", "triton", plan))
+    assert in_counts(foreign, gpu=True)[1] == "-"
+    hidden = replace(PROBLEM, mask=masks.split(torch.ones(64, 64, dtype=torch.bool))[0])
+    assert counters.predicted(hidden, record) is None
 
 
 def test_a_counter_that_the_gpu_does_not_have_is_left_out() -> None:

@@ -114,7 +114,7 @@ def test_rounds_share_a_set_of_inputs_and_draw_their_order(gpu: Gpu) -> None:
 
 def test_a_flush_that_does_nothing_is_seen(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(self: Tensor) -> Tensor:
-        gpu.kernel(1e-5, cold=1e-5)
+        gpu.kernel(1e-5 + 1e-5 * (self.numel() > 1), cold=1e-5 * (self.numel() > 1))  # 10 µs of launching
         return self
 
     monkeypatch.setattr(torch.Tensor, "sum", read)

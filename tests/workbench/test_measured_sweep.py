@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 import attnworks
 from attnworks import Plan, dispatch, tuned
-from attnworks.backends import cpu
-from attnworks.hardware import detect
-from attnworks.workbench import bench, counters, measured_sweep, profile
+from attnworks.backends import cpu, cuda, triton
+from attnworks.hardware import detect, load
+from attnworks.workbench import bench, counters, measured_sweep, profile, tile_sweep
 from attnworks.workbench.cli import heat, main
 from attnworks.workbench.history import History
 from attnworks.workbench.measured_sweep import Grid, words
@@ -148,11 +148,26 @@ def test_tiles_that_the_kernel_would_cut_are_rejected_before_anything_runs():
 
 def test_plans_differ_from_the_choice_in_what_the_grid_says():
     table = Plan("cuda", "q_outer", 128, 128, warps=12, stages=2)
-    found = measured_sweep.plans(table, Grid((128, 192), (96,), (0,), (3,)))
+    h200, many = load("h200-sxm"), problem(batch=8, heads_q=64, heads_kv=64, dtype=torch.float16)
+    found = measured_sweep.plans(many, table, Grid((128, 192), (96,), (0,), (3,)), cuda, h200)
     assert [(plan.tile_q, plan.warps, plan.stages) for plan in found] == [(128, 12, 2), (128, 12, 3), (192, 16, 3)]
     split = Plan("triton", "split_kv", 16, 64, 512, warps=4, stages=3)
-    keys = [plan.split_kv for plan in measured_sweep.plans(split, Grid((64, 128), (48, 64), (4,), (3,)))]
+    keys = [
+        plan.split_kv for plan in measured_sweep.plans(many, split, Grid((64, 128), (48, 64), (4,), (3,)), triton, h200)
+    ]
     assert keys == [512, 528]
+
+
+def test_of_few_rows_each_tile_gets_parts_of_the_keys_that_fill_the_card():
+    few = problem(seq_q=128, seq_kv=16384, heads_q=8, heads_kv=8, head_dim=128, head_dim_v=128, dtype=torch.float16)
+    few, h200 = replace(few, device="cuda:0"), load("h200-sxm")
+    table = cuda.candidates(few, h200)[0]
+    found = measured_sweep.plans(few, table, Grid((128,), (96, 128), (0,), (2,)), cuda, h200)
+    assert [plan.schedule for plan in found] == ["split_kv"] * 3
+    assert [plan.split_kv % plan.tile_kv for plan in found] == [0, 0, 0]
+    parts = [-(-few.seq_kv // plan.split_kv) for plan in found]
+    assert parts == [15, 16, 16], "132 multiprocessors, 8 tiles of rows; whole tiles to a part"
+    assert all(not tile_sweep.refusal(few, plan, cuda) for plan in found)
 
 
 def test_the_command_measures_writes_and_is_not_harmed_by_a_kill(tmp_path, monkeypatch):
@@ -244,6 +259,7 @@ def test_bank_conflicts_of_the_finalists_stand_in_the_table(scripted, tmp_path, 
         return counters.Counted.of(profile.parse(in_csv("250,000" if provider.name == "32 x 64" else "n/a")))
 
     monkeypatch.setattr(counters, "count", counted)
+    monkeypatch.setattr(counters, "detect", lambda device: load("h200-sxm"))
     monkeypatch.setenv("COLUMNS", "200")
     profiled = measured_sweep.profiled(found)
     finalists = [words(one.plan) for one in profiled.standings if one.final]

@@ -45,6 +45,17 @@ def test_every_launch_is_read_with_its_metrics() -> None:
     assert second.metrics[profile.DRAM_WRITTEN] == 0
 
 
+def test_of_a_whole_page_what_was_asked_for_is_kept_and_how_often_the_kernel_ran() -> None:
+    """As ncu 2025.3 writes it, which says nothing of passes elsewhere in its log."""
+    head = HEAD.replace('"CC",', '"CC","device__attribute_warp_size","profiler__replayer_passes",')
+    base = BASE.replace('"","byte"', '"","","","byte"', 1)
+    line = f'"0","1",{WHERE},"k",{PLACE},"32","4","201","67","12","1"'
+    (kernel,) = parse("\n".join((head, base, line)), (profile.DRAM_READ, profile.L2))
+    assert kernel == Kernel("k", {profile.DRAM_READ: 201.0, profile.L2: 1.0}, passes=4)
+    (whole,) = parse("\n".join((head, base, line)))
+    assert whole.metrics["device__attribute_warp_size"] == 32
+
+
 def test_scaled_units_become_base_units() -> None:
     line = f'"0","1",{WHERE},"k",{PLACE},"201.3","67.5","12.5","1.5"'
     (kernel,) = parse("\n".join((HEAD, SCALED, line)))
@@ -84,7 +95,8 @@ exit $FAKE_CODE
 
 def test_ncus_table_is_read_from_its_log(tmp_path, monkeypatch) -> None:
     fake_ncu(tmp_path, monkeypatch, OUTPUT, 0)
-    assert profile.profile(["true"]) == parse(OUTPUT)
+    assert profile.profile(["true"], (*profile.BYTES, profile.SECONDS)) == parse(OUTPUT)
+    assert all(profile.SECONDS not in kernel.metrics for kernel in profile.profile(["true"], iter(profile.BYTES)))
 
 
 @pytest.mark.parametrize(("table", "code"), [("==ERROR== no permission", 1), ("==ERROR== no permission", 0)])

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnworks import Causal, attention
 from attnworks.masks import Bounds
 from attnworks.problem import Problem
-from attnworks.workbench import ceilings, statistics
+from attnworks.workbench import ceilings, entrants, meters, statistics
 from attnworks.workbench.bench import Protocol, Result, measure
 from attnworks.workbench.entrants import UNSEEN
 from attnworks.workbench.providers import Bound, Inputs, Provider, describe
@@ -126,6 +126,28 @@ def test_a_kernel_that_keeps_its_results_is_found(key: Callable[[Tensor], Any]) 
 
     with pytest.raises(NotVerifiedError, match="after the timing"):
         bench(Kernel("remembers", remember), protocol=replace(SHORT, runs=20, fewest_runs=20, input_sets=2))
+
+
+def test_nobody_is_accused_where_others_begin_to_use_the_machine_after_the_timing(monkeypatch) -> None:
+    rounds, busy = meters.CpuMeter.rounds, []
+
+    def until_busy(*arguments: Any) -> Any:
+        timed = rounds(*arguments)
+        busy.append(True)
+        return timed
+
+    def slowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if busy:
+            time.sleep(0.1)
+        return right(q, k, v)
+
+    monkeypatch.setattr(meters.CpuMeter, "rounds", until_busy)
+    [record] = bench(Kernel("slowed", slowed)).records
+    assert busy and record.median < 0.01
+    monkeypatch.setattr(entrants, "_look_again", lambda one, *_: pytest.fail(f"{one.provider.name} looked suspicious"))
+    busy.clear()
+    with pytest.raises(pytest.fail.Exception, match="looked suspicious"):
+        bench(Kernel("slowed", slowed))
 
 
 # ---- zeros -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ if not find_spec("triton"):
     pytest.skip("the backend's own candidates and the compiler's results come with Triton", allow_module_level=True)
 
 from attnworks import Plan, tuned
-from attnworks.backends import triton
+from attnworks.backends import cuda, triton
+from attnworks.backends.cuda import compile as nvrtc
 from attnworks.backends.triton.compile import Compiled
 from attnworks.errors import Verdict
 from attnworks.hardware import load
@@ -133,3 +134,13 @@ def test_scripted_results_are_right_by_torch():
     expected = torch.softmax(problem.scale * o.q.double() @ o.k.double().mT, -1) @ o.v.double()
     assert tune._checker(problem, o)(expected.to(problem.dtype))
     assert not tune._checker(problem, o)((expected * 1.1).to(problem.dtype))
+
+
+@pytest.mark.skipif(bool(cuda.missing()), reason=cuda.missing() or "NVRTC is here")
+def test_a_row_says_which_compiler_made_its_kernels():
+    table = Plan("cuda", "q_outer", 128, 128, warps=12, stages=2)
+    times = {table: [2.0, 2.01, 2.02, 2.0, 2.01, 2.0], replace(table, tile_kv=96): [1.0, 1.01, 1.02, 1.0, 1.01, 1.0]}
+    best, _, row = tune.decide(times, table, cuda, "cuda:0")
+    assert row.plan == best == replace(table, tile_kv=96) and row.kernels == tuned.kernels_hash(cuda.KERNELS)
+    assert row.compiler == f"NVRTC {nvrtc.version()}, torch {torch.__version__}"
+    assert tune._made_with("triton", "cuda:0")[1].startswith("triton ")

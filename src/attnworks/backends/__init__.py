@@ -5,10 +5,10 @@ A backend is a module with the names of ``Backend``.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,16 +17,39 @@ from attnworks.hardware import Hardware
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
 
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a compiler made of one kernel: bytes of shared memory, registers a thread, bytes of registers spilled to
+    memory, and how many matrix instructions it emitted. ``error`` is its own message where it failed, ``warning`` where
+    it says that something is lost."""
+
+    shared: int = 0
+    registers: int | None = None
+    spills: int | None = None
+    matrix_instructions: int | None = None
+    error: str = ""
+    warning: str = ""
+    asm: dict[str, Any] | None = None
+
+
 Launcher = Callable[[Operands], tuple[Tensor, Tensor | None]]
 """Runs a prepared call: (out, lse), lse None unless the Problem asks for it."""
 
 
-class ReadsLengths(ABC):
-    """A launcher that copies and checks ``kv_lens`` itself: where they are contiguous int64, and the cache is neither
-    paged nor appended to, its Operands may hold the caller's own tensor. It raises what ``cache.read_kv_lens`` does."""
+class Unaligned(Exception):
+    """What a launcher raises, before it does anything, whose backend's verdict needs ``Problem.aligned`` and whose
+    call's tensors are not. It has their addresses at hand; to look them up once more would cost every call."""
 
-    @abstractmethod
-    def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]: ...
+
+class ReadsLengths:
+    """A launcher that copies and checks ``kv_lens`` itself: where they are contiguous int64, and the cache is neither
+    paged nor appended to, its Operands may hold the caller's own tensor. It raises what ``cache.read_kv_lens`` does.
+
+    No ABC: every call asks whether its launcher is one, and to ask an ABC costs as much as ten other such questions."""
+
+    def __call__(self, o: Operands) -> tuple[Tensor, Tensor | None]:
+        raise NotImplementedError
 
 
 class Gradients(NamedTuple):
@@ -65,6 +88,10 @@ class Backend(Protocol):
 
     def candidates(self, problem: Problem, hardware: Hardware) -> list[Plan]:
         """Plans that would run the (supported) problem, the preferred one first."""
+
+    def adapt(self, problem: Problem, plan: Plan, hardware: Hardware) -> Plan:
+        """A tuned plan, which was measured on a problem like this one, with what depends on more than that likeness
+        chosen for this very problem."""
 
     def check_plan(self, problem: Problem, plan: Plan) -> None:
         """Raise ``ValueError`` naming the field of a caller's plan that cannot run the problem."""

@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 
+from attnworks.hardware import detect
+from attnworks.masks import Bounds
+from attnworks.plan import Plan
 from attnworks.problem import Problem
-from attnworks.workbench import perf_events, profile
+from attnworks.workbench import levels, perf_events, profile, schedules
 from attnworks.workbench.profile import Kernel, ProfilerError, total
 from attnworks.workbench.providers import Provider, by_name, random_inputs
 from attnworks.workbench.records import Record
@@ -102,11 +105,20 @@ def with_profile(problem: Problem, record: Record, provider: Provider) -> Record
         if problem.device == "cpu":
             counted = perf_events.count(provider, problem, record.conditions.get("threads")).to_json()
         else:
-            counted = count(provider, problem).to_json()
+            counted = count(provider, problem).to_json() | {"predicted_bytes": predicted(problem, record)}
     except ProfilerError as error:
         whose = "" if problem.device == "cpu" else f" of {record.provider}"  # a CPU refuses all alike
         return replace(record, notes=(*record.notes, f"no profile{whose}: {error}"))
     return replace(record, profile=counted)
+
+
+def predicted(problem: Problem, record: Record) -> int | None:
+    """Bytes of the device's memory by ``levels``, for the record's plan; None where that is not known, or which tiles a
+    mask hides."""
+    if record.plan is None or not all(isinstance(term, Bounds) for term in problem.mask):
+        return None
+    found = levels.levels(problem, schedules.of_plan(problem, Plan(**record.plan)), detect(problem.device))
+    return found.read + found.written
 
 
 def _known(metrics: tuple[str, ...], run: Callable[[tuple[str, ...]], list[Kernel]]) -> list[Kernel]:

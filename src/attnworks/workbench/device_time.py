@@ -67,15 +67,17 @@ class Clock:
         return {name: [_seconds(pair) for pair in found] for name, found in pairs.items()}
 
     def flush_slowdown(self, attempts: int = 15) -> float:
-        """How many times as long a read of a third of the L2 takes after a flush as right after itself (medians). About
-        1: the flush does nothing."""
+        """How many times as long a read of a third of the L2 takes after a flush as right after itself: medians, less
+        what a launch takes that reads next to nothing. About 1: the flush does nothing."""
         probe = torch.ones(self._l2 // 3 // 4, device=self._device)
-        warm, cold = [], []
+        launch, warm, cold = [], [], []
         for _ in range(attempts):
+            launch.append(self.seconds(probe[:1].sum, flush=False, asleep=True))
             probe.sum()
             warm.append(self.seconds(probe.sum, flush=False, asleep=True))
             cold.append(self.seconds(probe.sum, asleep=True))
-        return statistics.median(cold) / statistics.median(warm)
+        empty, again, anew = (statistics.median(times) for times in (launch, warm, cold))
+        return (anew - empty) / max(again - empty, 1e-9)
 
     def _enqueue(self, run: Run, *, asleep: bool, flush: bool) -> tuple[Any, Any]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

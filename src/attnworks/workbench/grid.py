@@ -82,6 +82,29 @@ class Grid:
         change.index_add_(0, self.last[some], -torch.ones_like(self.last[some]))
         return change.cumsum(0)[:-1] > 0
 
+    @property
+    def common(self) -> Tensor:
+        """For each place between two tiles of queries, before the first and after the last as well: keys in the tiles
+        that are seen both before and behind it."""
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.keys.cumsum(0)])
+        if self.seen is not None:
+            edge = torch.zeros(1, len(self.keys), dtype=torch.bool)
+            ahead = torch.cat([edge, self.seen.cumsum(0) > 0])
+            behind = torch.cat([self.seen.flip(0).cumsum(0).flip(0) > 0, edge])
+            return ((ahead & behind) * self.keys).sum(1)
+        none = torch.full((1,), len(self.keys)), torch.zeros(1, dtype=torch.int64)
+        first, last = (
+            torch.where(self.visits > 0, self.first, none[0]),
+            torch.where(self.visits > 0, self.last, none[1]),
+        )
+        low = torch.maximum(
+            torch.cat([none[0], first.cummin(0).values]), torch.cat([first.flip(0).cummin(0).values.flip(0), none[0]])
+        )
+        high = torch.minimum(
+            torch.cat([none[1], last.cummax(0).values]), torch.cat([last.flip(0).cummax(0).values.flip(0), none[1]])
+        )
+        return (before[high] - before[low]).clamp(min=0)
+
     def meets(self, low: int, high: int) -> Tensor:
         """For each tile of queries, whether it sees any of the tiles of keys ``low`` .. ``high`` - 1."""
         if self.seen is not None:

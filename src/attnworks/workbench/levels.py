@@ -4,12 +4,14 @@
 L2, a CPU's last level), and the model of it is this:
 
 - A program works on one outer tile (or one head), and as many run at once as there are units, times the programs whose
-  tiles fit a unit's on-chip memory. They are handed out head after head.
-- What the programs of the heads in flight read again and again (the working set) is read from the slow memory once if
-  it fits ``USABLE`` of the cache. If not, programs that run at the same time still walk over it in step and share what
-  one of them loads, and every further wave of programs over the same keys reads it anew. Where a mask makes walks of
-  different lengths they are soon out of step, and find what they look for as often as a usable share of the working
-  set is in the cache.
+  tiles fit a unit's on-chip memory. They are handed out head after head, or by sections of heads with the long tiles
+  first.
+- What several of them read (the keys of a head, say) is read from the slow memory once for all that run at the same
+  time, which walk over it in step. Those of a later turn find what ``USABLE`` of the cache has not lost since
+  (``reuse.py``): what all programs read is in the cache twice, once for each half of the multiprocessors, and what one
+  program alone reads or leaves is in it once.
+- Where a mask makes walks of different lengths, head after head, they are soon out of step, and what does not fit
+  ``USABLE`` of the cache of what the heads in flight read again (the working set) is read anew each time.
 - A program that has a head to itself shares with nobody: what does not fit it reads anew in every turn.
 - What one pass leaves is found by the next if all that both touch fits; between passes of one program, if it fits for
   the heads in flight. Before the first pass the cache is cold.
@@ -24,14 +26,18 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from attnworks.hardware import Hardware
 from attnworks.problem import Problem
 from attnworks.traffic import Lengths, default_lengths
-from attnworks.workbench import loops
+from attnworks.workbench import loops, reuse
 from attnworks.workbench.grid import Maps
 from attnworks.workbench.loops import Moved, Pass, Schedule
+from attnworks.workbench.reuse import Turns
 
-# The rest holds what streams by, and on NVIDIA's larger cards second copies for the other half of the multiprocessors.
+# On NVIDIA's larger cards each half of the L2 serves half of the multiprocessors: what all read is in both. Of CPUs'
+# last levels the rest holds what streams by.
 USABLE = 0.5
 MOST_RESIDENT = 8  # programs of a multiprocessor; registers allow no more of the kernels here
 
@@ -152,24 +158,31 @@ def _held(p: Problem, schedule: Schedule, one: Pass) -> int:
 
 
 class _InFlight(NamedTuple):
-    """Of a pass: programs that run at once, heads (sequences times those that have tiles of their own) they belong to,
-    programs of a head, and whether all of them walk over equally many tiles."""
+    """Of a pass: programs in all and that run at once, heads (sequences times those that have tiles of their own) that
+    these belong to, programs of a head, whether all of them walk over equally many tiles, heads of a section (0: none),
+    and the share of the keys that ``loops.keys_in_common`` has."""
 
     programs: int
+    at_once: int
     heads: int
     tiles: int
     in_step: bool
+    section: int
+    common: Tensor
 
 
 def _in_flight(p: Problem, schedule: Schedule, one: Pass, hardware: Hardware, maps: Maps | None) -> _InFlight:
     tiles, heads = loops.programs(p, schedule, one)
-    resident = 1
-    if hardware.kind == "gpu" and hardware.on_chip_bytes:
+    resident = one.resident or 1
+    if not one.resident and hardware.kind == "gpu" and hardware.on_chip_bytes:
         fit = hardware.on_chip_bytes // max(2 * _held(p, schedule, one), 1)  # a second tile is on its way
         resident = min(max(fit, 1), MOST_RESIDENT)
     at_once = min(max(tiles * heads, 1), max(hardware.units, 1) * resident)
-    at_a_time = min(math.ceil(at_once / max(tiles, 1)), max(heads, 1))
-    return _InFlight(at_once, at_a_time, tiles, loops.equal_walks(p, schedule, one, maps))
+    section = one.section(p) if one.section else 0
+    at_a_time = min(section or math.ceil(at_once / max(tiles, 1)), max(heads, 1))
+    equal = loops.equal_walks(p, schedule, one, maps)
+    common = loops.keys_in_common(p, schedule, one, maps)
+    return _InFlight(tiles * heads, at_once, at_a_time, tiles, equal, section, common)
 
 
 def _rows(p: Problem, schedule: Schedule, hardware: Hardware, maps: Maps | None) -> Iterator[Crossed]:
@@ -185,8 +198,9 @@ def _rows(p: Problem, schedule: Schedule, hardware: Hardware, maps: Maps | None)
         share = flight.heads / heads_of_pass if one.fused else 1.0
         survives = share * sum((left | touched).values()) <= capacity
         kept = min(capacity / max(_working_set(p, one, own, flight), 1e-9), 1.0)
+        missed = _missed(p, one, own, flight, capacity)
         for part in own:
-            read, written, why = _through_cache(p, one, part, flight, kept)
+            read, written, why = _through_cache(one, part, flight, kept, missed.get(part.array, 0.0))
             if survives and part.array in left:
                 if part.loaded:
                     read, why = 0, "left by the pass before"
@@ -202,7 +216,7 @@ def _working_set(p: Problem, one: Pass, moved: list[Moved], flight: _InFlight) -
     by_kv_head = one.together or one.shared
     total = 0.0
     for part in moved:
-        if max(part.loaded, part.stored) <= part.distinct:
+        if not _again(part):
             continue
         heads, at_once = p.batch * (p.heads_kv if by_kv_head else p.heads_q), flight.heads
         if part.part == "kv" and not by_kv_head:  # query heads of a group have these keys in common
@@ -211,21 +225,45 @@ def _working_set(p: Problem, one: Pass, moved: list[Moved], flight: _InFlight) -
     return total
 
 
-def _through_cache(p: Problem, one: Pass, part: Moved, flight: _InFlight, kept: float) -> tuple[int, int, str]:
-    """(read, written, why) of the slow memory; ``kept``: the share of the working set that fits."""
-    again = max(part.loaded, part.stored) > part.distinct
-    if not again:
+def _again(part: Moved) -> bool:
+    return max(part.loaded, part.stored) > part.distinct
+
+
+def _missed(p: Problem, one: Pass, moved: list[Moved], flight: _InFlight, capacity: float) -> dict[str, float]:
+    """By matrix, how many times over it is read anew by later turns of programs."""
+    again = [part for part in moved if _again(part)]
+    passing = sum(part.loaded + part.stored for part in moved if not _again(part)) * flight.at_once / 2
+    found = {}
+    for part in again:
+        if one.outer == "kv" and not flight.in_step:
+            continue  # each tile of keys sees other rows, and what several see is not worked out
+        by_group = part.part == "kv" and not (one.together or one.shared)
+        turns = Turns(flight.programs, flight.at_once, flight.tiles * (flight.section or (p.group if by_group else 1)))
+        if flight.section:
+            share, blocks = reuse.longest_first(turns, flight.section, flight.common)
+        else:
+            share, blocks = reuse.head_after_head(
+                turns, flight.common if len(flight.common) == turns.block + 1 else None
+            )
+        touched = blocks * turns.block * sum(each.distinct for each in again) + passing
+        found[part.array] = float((share * reuse.lost(touched / flight.programs, capacity)).sum())
+    return found
+
+
+def _through_cache(one: Pass, part: Moved, flight: _InFlight, kept: float, missed: float) -> tuple[int, int, str]:
+    """(read, written, why) of the slow memory. ``kept``: the share of the working set that fits; ``missed``: how many
+    times over the matrix is read anew by later turns."""
+    if not _again(part):
         return part.loaded, part.stored, ""
-    if kept == 1:
-        return min(part.loaded, part.distinct), min(part.stored, part.distinct), "re-reads from the cache"
-    if one.programs == "head" or part.stored:
+    if part.stored or one.programs == "head":
+        if kept == 1:
+            return min(part.loaded, part.distinct), min(part.stored, part.distinct), "re-reads from the cache"
         return part.loaded, part.stored, "does not fit the cache"
-    if not flight.in_step:
-        missed = max(part.loaded - part.distinct, 0) * (1 - kept)
-        return part.distinct + round(missed), 0, f"{kept:.0%} of what is read again fits the cache"
-    group = p.group if part.part == "kv" and not (one.together or one.shared) else 1
-    waves = math.ceil(flight.tiles * group / flight.programs)
-    return min(part.loaded, part.distinct * waves), 0, f"does not fit the cache: {waves} waves share it"
+    drifting = 0.0 if flight.in_step or flight.section else (part.loaded - part.distinct) * (1 - kept)
+    anew = min(max(drifting, part.distinct * missed), part.loaded - part.distinct)
+    share = anew / max(part.distinct, 1)
+    why = f"{share:.0%} read again, lost by the cache" if share >= 0.005 else "re-reads from the cache"
+    return part.distinct + round(anew), 0, why
 
 
 # ---- measured --------------------------------------------------------------------------------------------------------

@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+import torch
+from torch import Tensor
+
 from attnworks.problem import Problem
 from attnworks.traffic import Lengths
 from attnworks.workbench.grid import Grid, Maps, grid_of, mapped, packed, together_seen
@@ -86,7 +89,9 @@ class Pass:
     tile. ``splits``: the keys are shared out in ``Schedule.split_kv``, an outer tile for each share.
     ``programs``: what runs in parallel, each outer "tile" or each "head". ``fused``: in the program of the pass before.
     ``products``: how many of width head_dim and head_dim_v each pair takes. ``tile_q``, ``tile_kv``: if not the
-    schedule's. ``registers``: what lives there. ``says``: what happens at the start of an outer tile, at an inner one
+    schedule's. ``resident``: programs of a unit at a time, 0 for as many as their tiles leave room for. ``section``:
+    how many query heads of a problem begin together, the last tile of queries of each first; None where they follow
+    one another. ``registers``: what lives there. ``says``: what happens at the start of an outer tile, at an inner one
     and at the end, with {i} and {j} for the numbers of the tiles of queries and keys.
     """
 
@@ -108,6 +113,8 @@ class Pass:
     products: tuple[int, int] = (0, 0)
     tile_q: int = 0
     tile_kv: int = 0
+    resident: int = 0
+    section: Callable[[Problem], int] | None = None
     registers: tuple[str, ...] = ()
     says: tuple[str, str, str] = ("", "", "")
 
@@ -361,8 +368,11 @@ def _count_pass(p: Problem, schedule: Schedule, number: int, maps: Maps | None) 
             size, update = array.row_bytes(p), where == "updates"
             moving = heads.of_kv if _by_kv_head(one, array, where) else heads.of_q
             holding = heads.of_kv if array.axis == "kv" else heads.of_q
-            across = sum(round(_rows_moved(grid, one, shares, array, where)[0] * size) * n for grid, n in moving)
-            different = sum(round(_rows_moved(grid, one, shares, array, where)[1] * size) * n for grid, n in holding)
+            rows = [(*_rows_moved(grid, one, shares, array, where), n) for grid, n in moving]
+            across = sum(round(moved * size) * n for moved, _, n in rows)
+            if moving is not holding:
+                rows = [(*_rows_moved(grid, one, shares, array, where), n) for grid, n in holding]
+            different = sum(round(distinct * size) * n for _, distinct, n in rows)
             stored = across if where in ("updates", "writes", "leaves") else 0
             loaded = across if where not in ("writes", "leaves") else 0
             yield Moved(number, name, loaded, stored, different, part_of(array, bool(stored), update))
@@ -418,3 +428,13 @@ def equal_walks(p: Problem, schedule: Schedule, one: Pass, maps: Maps | None = N
         return all(bool((each == visits[0][:1]).all()) for each in visits)
     keys = len(grid_of_pass(p, schedule, one).keys)
     return all(bool((each == keys).all()) for each in visits)
+
+
+def keys_in_common(p: Problem, schedule: Schedule, one: Pass, maps: Maps | None = None) -> Tensor:
+    """For each place between two tiles of queries of a head: the share of the keys that are seen at all which are seen
+    both before and behind it; the mean over heads. Of passes over tiles of keys all of them."""
+    heads = _heads(p, schedule, one, maps).of_q
+    if one.outer == "kv":
+        return torch.ones(len(heads[0][0].keys) + 1, dtype=torch.float64)
+    shares = [grid.common.double() / max(int(grid.keys[grid.met].sum()), 1) * count for grid, count in heads]
+    return torch.stack(shares).sum(0) / max(sum(count for _, count in heads), 1)

@@ -57,7 +57,7 @@ class Grid(NamedTuple):
 GRIDS = {
     "cpu": Grid((96, 192, 384, 768), (64, 128, 256, 512)),
     "triton": Grid((64, 128), (32, 64, 128), (4, 8), (2, 3)),
-    "cuda": Grid((128, 192), (64, 80, 96, 112, 128, 144), (0,), (2, 3)),
+    "cuda": Grid((128, 192), (64, 80, 96, 112, 128, 144, 160, 176), (0,), (2, 3)),
 }
 
 
@@ -142,7 +142,7 @@ def backend_for(problem: Problem, name: str = "auto") -> str:
     return chosen
 
 
-def plans(table: Plan, grid: Grid) -> list[Plan]:
+def plans(problem: Problem, table: Plan, grid: Grid, backend: Backend, hardware: Hardware) -> list[Plan]:
     """The backend's choice, and every plan of the grid that differs from it in nothing else."""
     found = [table]
     for tile_q, tile_kv, warps, stages in product(*grid):
@@ -152,7 +152,7 @@ def plans(table: Plan, grid: Grid) -> list[Plan]:
             continue
         shape = replace(table, tile_q=tile_q, tile_kv=tile_kv, stages=stages)
         if table.backend == "cuda":  # whose warps follow from its rows
-            found.append(replace(shape, warps=tile_q // 16 + 4))
+            found.append(backend.adapt(problem, replace(shape, warps=tile_q // 16 + 4), hardware))
         elif table.schedule == "split_kv":
             split_kv = max(round(table.split_kv / tile_kv), 1) * tile_kv
             found.append(replace(shape, tile_q=table.tile_q, split_kv=split_kv, warps=warps))
@@ -175,26 +175,21 @@ def reasons(
     report: Progress = lambda *_: None,
 ) -> dict[Plan, tuple[str, ...]]:
     """Why each plan would be no good, before anything is run: by the backend's own word, the sizes of the machine, and
-    if ``compiled`` for Triton by its compiler, in so many processes as ``jobs``."""
-    found = {plan: _refusal(problem, plan, backend) for plan in asked}
+    if ``compiled`` for GPUs by the compiler, in so many processes as ``jobs``."""
+    found: dict[Plan, tuple[str, ...]] = {}
+    for plan in asked:
+        why = tile_sweep.refusal(problem, plan, backend)
+        found[plan] = (why,) if why else ()
     if backend.NAME == "cpu":
         found |= {plan: _outgrown(problem, plan, backend, hardware) for plan in asked if not found[plan]}
     good = [plan for plan in asked if not found[plan]]
-    if backend.NAME == "triton" and compiled:
+    if backend.NAME != "cpu" and compiled:
         target = tile_sweep.target_of(hardware)
         made = tile_sweep.compile_all(target, [(problem, plan) for plan in good], jobs)
         for done, (index, one) in enumerate(made, 1):
             report("compiling", done, len(good))
             found[good[index]] = tile_sweep.judge(problem, good[index], one, hardware).rejected
     return found
-
-
-def _refusal(problem: Problem, plan: Plan, backend: Backend) -> tuple[str, ...]:
-    try:
-        backend.check_plan(problem, plan)
-    except ValueError as error:
-        return (str(error),)
-    return ()
 
 
 def _outgrown(problem: Problem, plan: Plan, backend: Backend, hardware: Hardware) -> tuple[str, ...]:
@@ -233,11 +228,12 @@ def sweep(
     hardware = detect(problem.device)
     chosen, _, _ = dispatch.choose(problem, backend)
     table = chosen.candidates(problem, hardware)[0]
-    asked = plans(table, grid)
-    rejected = reasons(problem, asked, chosen, hardware, jobs=jobs, report=report)
-    rejected[table] = ()  # it runs, whatever is said of it
+    asked = plans(problem, table, grid, chosen, hardware)
     key = key_of(problem, chosen, hardware)
     begun, kept = ("", {}) if again else _kept(history, key, problem)
+    known = {table, *kept}  # the backend's choice runs, whatever is said of it, and others have run
+    judged = reasons(problem, [plan for plan in asked if plan not in known], chosen, hardware, jobs=jobs, report=report)
+    rejected = {plan: judged.get(plan, ()) for plan in asked}
     marks = {"sweep": key, "begun": begun or datetime.now(timezone.utc).isoformat()}
     race = _Race(marks, problem, table, history, kept)
     waiting = [plan for plan in asked if plan != table and not rejected[plan] and plan not in race.standing]
@@ -266,14 +262,15 @@ def sweep(
     return replace(result, best=best, ratio=ratio, row=row)
 
 
-def profiled(found: Found) -> Found:
+def profiled(found: Found, report: Progress = lambda *_: None) -> Found:
     """With what the device's profiler counted of those that met in the final, or notes why it did not."""
-    standings = [
-        replace(one, record=counters.with_profile(found.problem, one.record, Planned(one.plan)))
-        if one.final and one.record
-        else one
-        for one in found.standings
-    ]
+    finalists = [one for one in found.standings if one.final and one.record]
+    counted = {}
+    for done, one in enumerate(finalists):
+        report(f"profiling {words(one.plan)}", done, len(finalists))
+        assert one.record is not None
+        counted[one.plan] = counters.with_profile(found.problem, one.record, Planned(one.plan))
+    standings = (replace(one, record=counted.get(one.plan, one.record)) for one in found.standings)
     return replace(found, standings=tuple(standings))
 
 

@@ -29,7 +29,7 @@ WAVEFRONTS = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
 """Of shared memory: turns that its accesses took, and how many of them because lanes met in a bank. What tensor cores
 and bulk copies read and write by themselves is in neither."""
 
-_DESCRIPTION = "Kernel Name"
+_DESCRIPTION, _REPLAYS = "Kernel Name", "profiler__replayer_passes"
 _PASSES = re.compile(r"^==PROF== Profiling .* - (\d+)(?: \(\d+/\d+\))?: .* (\d+) pass", re.MULTILINE)
 _PREFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _TIMES = {
@@ -79,6 +79,7 @@ def profile(
     ``cache_control``: "none" leaves the caches as the program left them, "all" flushes them before every kernel (and
     every pass over it, where the metrics need several). Raises ``ProfilerError``.
     """
+    wanted = tuple(metrics)
     found = ncu()
     if found is None:
         raise ProfilerError("ncu is not on the PATH: install Nsight Compute, which CUDA's toolkit brings")
@@ -86,7 +87,7 @@ def profile(
         log = Path(folder) / "ncu.csv"
         options = [
             *("--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log), "--force-overwrite"),
-            *("--metrics", ",".join(metrics), "--profile-from-start", "off", "--target-processes", "all"),
+            *("--metrics", ",".join(wanted), "--profile-from-start", "off", "--target-processes", "all"),
             *("--clock-control", "none", "--cache-control", cache_control),
         ]
         try:
@@ -96,7 +97,7 @@ def profile(
         except subprocess.TimeoutExpired as error:
             raise ProfilerError(f"ncu took longer than {timeout:.0f} s: {' '.join(command)}") from error
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    kernels = parse(text)
+    kernels = parse(text, wanted)
     if ran.returncode or not kernels:
         said = [line for line in (text + ran.stdout).splitlines() if line.startswith("==")]
         tail = "\n".join([*said[-5:], *ran.stderr.splitlines()[-15:]])
@@ -104,8 +105,9 @@ def profile(
     return kernels
 
 
-def parse(text: str) -> list[Kernel]:
+def parse(text: str, wanted: Iterable[str] = ()) -> list[Kernel]:
     """The kernels in what ``ncu --csv --page raw`` wrote: a row of names, one of units, then a row for each launch.
+    Metrics are those that were ``wanted``, all for none: the page holds a device's attributes as well.
 
     Lines before the names (ncu's messages, the program's own output) are skipped; [] where there is no such table.
     """
@@ -118,12 +120,14 @@ def parse(text: str) -> list[Kernel]:
         return []
     names, units, *launches = rows
     columns = [n for n, name in enumerate(names) if "__" in name]
-    passes = {number: int(count) for number, count in _PASSES.findall(text)}
+    wanted, passes = set(wanted), {number: int(count) for number, count in _PASSES.findall(text)}
     kernels = []
     for launch in launches:
         values = {names[n]: _number(launch[n], units[n]) for n in columns if n < len(launch)}
         known = {name: value for name, value in values.items() if value is not None}
-        kernels.append(Kernel(launch[names.index(_DESCRIPTION)], known, passes.get(launch[0])))
+        ran = int(known[_REPLAYS]) if _REPLAYS in known else passes.get(launch[0])
+        kept = {name: value for name, value in known.items() if name in wanted or not wanted}
+        kernels.append(Kernel(launch[names.index(_DESCRIPTION)], kept, ran))
     return kernels
 
 

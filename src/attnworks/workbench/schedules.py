@@ -41,8 +41,10 @@ NAMES = (*FORWARD, SPLIT_KV.name, *BACKENDS)
 
 def of_plan(p: Problem, plan: Plan) -> Schedule:
     """What a backend's forward plan moves. Raises ``ValueError`` for a schedule that is not described here."""
-    name = {"tiled": "q_outer", "eager": "standard"}.get(plan.schedule, plan.schedule)
+    name = {"tiled": "q_outer", "stream_k": "q_outer", "eager": "standard"}.get(plan.schedule, plan.schedule)
     passes = _forward_passes(p, plan, name)
+    if plan.backend == "cuda":
+        passes = (_persistent(p, plan, passes[0]), *passes[1:])
     if plan.visit_all:
         passes = tuple(replace(one, skips=False) for one in passes)
     made = Schedule(f"{plan.backend} {plan.schedule}", passes, plan.tile_q or 64, plan.tile_kv or 64, plan.split_kv)
@@ -81,6 +83,14 @@ def _forward_passes(p: Problem, plan: Plan, name: str) -> tuple[Pass, ...]:
             replace(values, streams=("p", "v"), once=()),
         )
     raise ValueError(f"plan schedule: was {plan.schedule!r}, which has no description of what it moves")
+
+
+def _persistent(p: Problem, plan: Plan, one: Pass) -> Pass:
+    """A thread block on each multiprocessor, which works through tiles of rows as the kernel orders them."""
+    from attnworks.backends.cuda import plans, source
+
+    ordered = plans.variant(p, plan).longest_first
+    return replace(one, resident=1, section=(lambda q: plans.section(q, source.L2_SECTION_BYTES)) if ordered else None)
 
 
 def backward_of(p: Problem, backend: str) -> Schedule:
@@ -136,8 +146,8 @@ def _triton_backward(p: Problem) -> Schedule:
 
 def _with_operands(p: Problem, schedule: Schedule, backend: str) -> Schedule:
     """Biases are read in every visited tile by what computes S, and so are boolean masks. Where backends have a tile
-    map, its entry is read for every visited tile, and what it shows in part: by ``cuda`` and ``cpu`` as the map's own
-    bits, by ``triton`` as the mask."""
+    map, each tile of rows reads where its entries begin, and for every visited tile its entry, and what it shows in
+    part: by ``cuda`` and ``cpu`` as the map's own bits, by ``triton`` as the mask."""
     mapped = p.form == "dense" and not all(isinstance(term, Bounds) for term in p.mask)
     masks = _pair_operands("mask", [term.operand for term in p.mask if isinstance(term, DenseMask)], partial=mapped)
     if mapped and backend in ("cpu", "cuda"):
@@ -146,15 +156,21 @@ def _with_operands(p: Problem, schedule: Schedule, backend: str) -> Schedule:
         masks = (Array("mask bits", "pair", lambda _: bits, partial=True),)
     biases = [term.operand for term in p.scores if term.kind == "bias" and term.operand is not None]
     operands = (*masks, *_pair_operands("bias", biases))
+    lists: tuple[Array, ...] = ()
     if mapped:
         operands += (Array("tile map", "kv", lambda _: 4 / schedule.tile_kv),)
+        words = 4 if backend == "cuda" else 2  # of 32 bits
+        lists = (Array("tile map rows", "q", lambda _: 4 * words / schedule.tile_q),)
     if not operands:
         return schedule
-    names = tuple(array.name for array in operands)
+    names, rows = tuple(array.name for array in operands), tuple(array.name for array in lists)
     passes = tuple(
-        replace(one, streams=one.streams + names) if one.inner and one.products[0] else one for one in schedule.passes
+        replace(one, streams=one.streams + names, keeps=one.keeps + (rows if one.outer == "q" else ()))
+        if one.inner and one.products[0]
+        else one
+        for one in schedule.passes
     )
-    return replace(schedule, passes=passes, arrays=(*schedule.arrays, *operands))
+    return replace(schedule, passes=passes, arrays=(*schedule.arrays, *operands, *lists))
 
 
 def _pair_operands(name: str, found: Sequence[OperandSpec], *, partial: bool = False) -> tuple[Array, ...]:

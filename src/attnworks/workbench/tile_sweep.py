@@ -1,7 +1,9 @@
-"""Tiles judged by the compiler: what the Triton forward kernel would take of a card that need not be here.
+"""Tiles judged by the compiler: what a forward kernel, of Triton or in CUDA C++, would take of a card that need not be
+here.
 
-Every candidate is compiled for the card's target; one that takes more of the card than there is, spills registers or
-uses no matrix instruction is rejected with the reason, and the rest are ranked by the traffic model. Nothing is timed.
+What the backend would refuse is rejected before anything else. Every other candidate is compiled for the card's target;
+one that takes more of the card than there is, spills registers or uses no matrix instruction is rejected with the
+reason, and the rest are ranked by the traffic model. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -15,15 +17,13 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import product
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnworks import traffic
+from attnworks.backends import Backend, Compiled, cuda, triton
 from attnworks.hardware import Hardware
 from attnworks.plan import Plan
 from attnworks.problem import Problem
-
-if TYPE_CHECKING:
-    from attnworks.backends.triton.compile import Compiled
 
 # CUDA keeps this much of a multiprocessor's shared memory for itself for each resident block, from capability 8.0 on.
 _RESERVED_BYTES = 1024
@@ -52,7 +52,7 @@ class Judged:
         c = self.compiled
         return {
             "plan": self.plan.to_json(),
-            "shared": c.shared,
+            "shared": None if c.error else c.shared,
             "registers": c.registers,
             "spills": c.spills,
             "matrix_instructions": c.matrix_instructions,
@@ -86,33 +86,42 @@ def target_of(machine: Hardware) -> tuple[str, int | str, int]:
 def sweep(
     problem: Problem, plans: Sequence[Plan], machine: Hardware, *, jobs: int = 1, progress: Progress | None = None
 ) -> list[Judged]:
-    """Every plan compiled and judged, the good ones first and among them those with the least modelled time.
+    """Every plan judged, the good ones first and among them those with the least modelled time.
 
-    ``problem``: dense, with closed bounds and scores without operands; its device is not looked at. ``jobs``: processes
-    that compile. Raises ``ValueError`` for a problem or a plan that the Triton backend does not run, and where Triton
-    is missing or in its interpreter.
+    ``problem``: dense, with closed bounds and scores without operands; its device is not looked at. ``plans``: all of
+    one backend, "triton" or "cuda". ``jobs``: processes that compile. Raises ``ValueError`` where the backend's
+    compiler is missing, or Triton in its interpreter.
     """
-    from attnworks.backends import triton as backend
-
     if not plans:
         raise ValueError("plans: were none, must be at least one")
-    if reason := backend.cannot_compile():
+    backend = cuda if plans[0].backend == cuda.NAME else triton
+    if reason := cuda.missing() if backend is cuda else triton.cannot_compile():
         raise ValueError(f"sweep: {reason}")
-    for plan in plans:
-        backend.check_plan(problem, plan)
-    target = target_of(machine)
-    found: list[Judged] = []
-    for done, (index, compiled) in enumerate(compile_all(target, [(problem, plan) for plan in plans], jobs), 1):
-        found.append(judge(problem, plans[index], compiled, machine))
+    found = [
+        judge(problem, plan, Compiled(error=why), machine) for plan in plans if (why := refusal(problem, plan, backend))
+    ]
+    good = [plan for plan in plans if not refusal(problem, plan, backend)]
+    made = compile_all(target_of(machine), [(problem, plan) for plan in good], jobs)
+    for done, (index, compiled) in enumerate(made, 1):
+        found.append(judge(problem, good[index], compiled, machine))
         if progress:
-            progress("compiling", done, len(plans))
+            progress("compiling", done, len(good))
     return sorted(found, key=lambda one: (bool(one.rejected), one.modelled_seconds, -(one.programs or 0)))
+
+
+def refusal(problem: Problem, plan: Plan, backend: Backend) -> str:
+    """Why the backend would not take the plan, "" if it would."""
+    try:
+        backend.check_plan(problem, plan)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def judge(problem: Problem, plan: Plan, compiled: Compiled, machine: Hardware) -> Judged:
     """What the compiler said of a plan, held against the card."""
-    bill = traffic.estimate(problem, plan.schedule, plan.tile_q, plan.tile_kv)
-    seconds = traffic.modelled_seconds(problem, plan.schedule, plan.tile_q, plan.tile_kv, machine)
+    shape = plan.schedule, plan.tile_q, plan.split_kv or plan.tile_kv
+    bill, seconds = traffic.estimate(problem, *shape), traffic.modelled_seconds(problem, *shape, machine)
     programs = None if compiled.error else resident(plan, compiled, machine)
     return Judged(plan, compiled, _reasons(problem, compiled, machine, programs), programs, bill.total_bytes, seconds)
 
@@ -125,6 +134,8 @@ def _reasons(problem: Problem, c: Compiled, machine: Hardware, programs: int | N
         reasons.append(f"{c.shared} bytes of shared memory, the card gives a program {machine.block_bytes}")
     elif programs == 0:
         reasons.append(f"{c.registers} registers a thread, the card holds not one such program")
+    if c.warning:
+        reasons.append(c.warning.splitlines()[0])
     if c.spills:
         reasons.append(f"{c.spills} bytes of registers spilled to memory")
     if machine.matrix_shapes and problem.element_size == 2 and c.matrix_instructions == 0:
@@ -145,7 +156,9 @@ def resident(plan: Plan, c: Compiled, machine: Hardware) -> int | None:
 
 
 def statements(judged: Sequence[Judged], machine: Hardware) -> list[str]:
-    """What the candidates show between them, in sentences."""
+    """What Triton's candidates show between them, in sentences."""
+    if any(one.plan.backend != triton.NAME for one in judged):
+        return []
     compiled = [one for one in judged if not one.compiled.error]
     arch = target_of(machine)[1]
     name = f"sm_{arch}" if isinstance(arch, int) else arch
@@ -168,6 +181,8 @@ def compile_all(
     """(place, what the compiler made of the forward kernel), as they are done. A compiler that crashes takes its
     process along: those that were in it are compiled again, each in a process of its own."""
     crashed = []
+    if not asked:
+        return
     with _processes(min(jobs, len(asked))) as pool:
         futures: dict[Future[Compiled], int] = {
             pool.submit(_compile, target, *one): index for index, one in enumerate(asked)
@@ -180,13 +195,10 @@ def compile_all(
     for index in crashed:
         with _processes(1) as pool:
             future = pool.submit(_compile, target, *asked[index])
-            yield index, _crash() if isinstance(future.exception(), BrokenProcessPool) else future.result()
-
-
-def _crash() -> Compiled:
-    from attnworks.backends.triton.compile import Compiled
-
-    return Compiled(error="the compiler crashed")
+            if isinstance(future.exception(), BrokenProcessPool):
+                yield index, Compiled(error="the compiler crashed")
+            else:
+                yield index, future.result()
 
 
 def _processes(count: int) -> ProcessPoolExecutor:
@@ -195,11 +207,21 @@ def _processes(count: int) -> ProcessPoolExecutor:
 
 
 def _compile(target: tuple[str, int | str, int], problem: Problem, plan: Plan) -> Compiled:
-    """In a process of its own, whose stderr is taken: the compiler's words belong to the result, not into the progress
-    bar."""
+    """In a process of its own."""
+    if plan.backend == cuda.NAME:
+        from attnworks.backends.cuda import plans, source
+        from attnworks.backends.cuda.compile import judged
+
+        built = plans.variant(problem, plan)
+        return judged(source.text(built), built.shared_bytes)
+    return _compile_triton(target, problem, plan)
+
+
+def _compile_triton(target: tuple[str, int | str, int], problem: Problem, plan: Plan) -> Compiled:
+    """Its stderr is taken: the compiler's words belong to the result, not into the progress bar."""
     from triton.backends.compiler import GPUTarget
 
-    from attnworks.backends.triton.compile import Compiled, compile_plan
+    from attnworks.backends.triton.compile import compile_plan
 
     with tempfile.TemporaryFile("w+") as words:
         os.dup2(words.fileno(), 2)

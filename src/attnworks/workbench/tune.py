@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnworks import tuned
-from attnworks.backends import Backend, triton
+from attnworks.backends import Backend, cuda, triton
 from attnworks.hardware import Hardware, detect
 from attnworks.masks import Bounds, MaskSpec
 from attnworks.plan import Plan
@@ -212,12 +212,13 @@ def decide(
     times: Mapping[Plan, Sequence[float]], table: Plan, backend: Backend, device: str, seed: int = 0
 ) -> tuple[Plan, Ratio, Row | None]:
     """(the fastest plan of a final, how many times as fast it is as the table's choice, the row to keep): None where it
-    is the table's choice itself, not faster beyond doubt, or of a backend whose plans are not tuned."""
+    is the table's choice itself, or not faster beyond doubt."""
     best = min(times, key=lambda plan: statistics.median(times[plan]))
     ratio = statistics.ratio(times[best], times[table], paired=True, seed=seed)
-    if best == table or ratio.verdict != "faster" or not backend.KERNELS:
+    if best == table or ratio.verdict != "faster":
         return best, ratio, None
-    return best, ratio, Row(best, round(ratio.value, 3), tuned.kernels_hash(backend.KERNELS), *_made_with(device))
+    made_with = _made_with(backend.NAME, device)
+    return best, ratio, Row(best, round(ratio.value, 3), tuned.kernels_hash(backend.KERNELS), *made_with)
 
 
 def _timed(clock: Clock, runs: dict[Plan, Callable[[], Tensor]], rounds: int) -> dict[Plan, list[float]]:
@@ -263,11 +264,16 @@ def _checker(p: Problem, o: Operands) -> Callable[[Tensor], bool]:
     return right
 
 
-def _made_with(device: str) -> tuple[str, str, str]:
+def _made_with(backend: str, device: str) -> tuple[str, str, str]:
     """(driver, compiler, commit); of a CPU its system and the extension's own version."""
     versions = environment.versions()
     own = f"attnworks {versions['attnworks']}"
     if device.startswith("cpu"):
         return platform.platform(), f"{own}, torch {versions['torch']}", environment.commit() or own
-    compiler = f"triton {versions.get('triton', '?')}, torch {versions['torch']}"
-    return environment.driver(device), compiler, environment.commit() or own
+    if backend == cuda.NAME:
+        from attnworks.backends.cuda import compile as nvrtc
+
+        compiler = f"NVRTC {nvrtc.version()}"
+    else:
+        compiler = f"triton {versions.get('triton', '?')}"
+    return environment.driver(device), f"{compiler}, torch {versions['torch']}", environment.commit() or own

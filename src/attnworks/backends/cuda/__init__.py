@@ -21,7 +21,7 @@ from attnworks.problem import Problem
 from attnworks.scores import ScoreTerm
 
 NAME = "cuda"
-KERNELS: tuple[Path, ...] = ()
+KERNELS = (*sorted(Path(__file__).parent.glob("*.cuh")), Path(__file__).parent / "source.py")
 DTYPES = (torch.bfloat16, torch.float16)
 CAPABILITY = "9.0"
 MAX_HEAD_DIM = 256
@@ -133,6 +133,12 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
     from attnworks.backends.cuda import plans
 
     return [plans.plan_for(problem, hardware.units)]
+
+
+def adapt(problem: Problem, plan: Plan, hardware: Hardware) -> Plan:
+    from attnworks.backends.cuda import plans
+
+    return plans.adapt(problem, plan, hardware.units)
 
 
 def check_plan(problem: Problem, plan: Plan) -> None:

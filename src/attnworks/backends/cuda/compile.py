@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import sys
 import tempfile
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
@@ -17,6 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+from attnworks.backends import Compiled
 
 ARCH = "sm_90a"  # 90a: wgmma and setmaxnreg are in no other
 OPTIONS = (f"--gpu-architecture={ARCH}", "--std=c++17")
@@ -101,18 +104,60 @@ def _nvrtc() -> _Nvrtc:
     return _Nvrtc(library_path())
 
 
+def version() -> str:
+    """Of NVRTC. Raises ``CompileError``."""
+    return _nvrtc().version
+
+
 def cubin(text: str, options: tuple[str, ...] = OPTIONS, folder: Path | None = None) -> bytes:
     """Machine code of ``text``, from ``folder`` (by default ``cache_folder()``) if it was compiled before. Raises
     ``CompileError``."""
-    compiler = _nvrtc()
-    key = hashlib.sha256("\0".join((text, *options, compiler.version)).encode()).hexdigest()
-    path = (folder or cache_folder()) / f"{key}.cubin"
-    return read(path) or write(path, compiler.compile(text, options)[0])
+    path = _path(text, options, folder)
+    return read(path) or write(path, compiled(text, options)[0])
 
 
 def compiled(text: str, options: tuple[str, ...] = OPTIONS) -> tuple[bytes, str]:
     """(machine code, the compiler's log), not cached."""
     return _nvrtc().compile(text, options)
+
+
+def judged(text: str, shared: int, folder: Path | None = None) -> Compiled:
+    """What the compiler makes of ``text``, whose kernel takes ``shared`` bytes of shared memory; the machine code is
+    cached as ``cubin`` does, from where a launch takes it. Matrix instructions are in all of these kernels, and are not
+    counted."""
+    try:
+        code, log = compiled(text)
+    except CompileError as error:
+        return Compiled(error=str(error).strip())
+    write(_path(text, OPTIONS, folder), code)
+    return Compiled(shared, _registers(code), frame_bytes(code), warning=log.strip())
+
+
+def _path(text: str, options: tuple[str, ...], folder: Path | None) -> Path:
+    key = hashlib.sha256("\0".join((text, *options, version())).encode()).hexdigest()
+    return (folder or cache_folder()) / f"{key}.cubin"
+
+
+# Entries of the table .nv.info: the format of a pair of words, its attribute, the size of the pair.
+_FRAME_SIZE, _REGISTERS = b"\x04\x11\x08\x00", b"\x04\x2f\x08\x00"
+
+
+def frame_bytes(code: bytes) -> int:
+    """What a thread keeps in memory for want of registers (EIATTR_FRAME_SIZE)."""
+    return _most(code, _FRAME_SIZE)
+
+
+def _registers(code: bytes) -> int:
+    """That a thread is launched with (EIATTR_REGCOUNT), before groups of warps hand some over to others."""
+    return _most(code, _REGISTERS)
+
+
+def _most(code: bytes, entry: bytes) -> int:
+    """Of the functions in machine code, the most that such entries say."""
+    places = [found.end() for found in re.finditer(re.escape(entry), code)]
+    if not places:
+        raise CompileError(f"the machine code has no entry {entry.hex()} in .nv.info")
+    return max(int.from_bytes(code[place + 4 : place + 8], "little") for place in places)  # after the function's number
 
 
 def cache_folder() -> Path:

@@ -3,34 +3,35 @@
 // there; their results, and those of the widest heads, go straight from registers.
 constexpr int V_CHUNKS = (HEAD_DIM_V + 63) / 64;  // of 64 columns: one swizzled line
 constexpr u32 STAGE_CHUNK = 16 * 128;             // bytes of one of them of a warp's results
-#if SPLIT
-typedef float Result;  // a part's, which merge.cuh puts together
-#else
-typedef unsigned short Result;
-#endif
 struct Place {
-  Result* out;          // of the thread's first row, at its columns; not with BULK_STORE
+#if !BULK_STORE && !SPLIT
+  unsigned short* out;  // of the thread's first row, at its columns
+#endif
   float* lse;           // of the thread's first row
   int left;             // rows of the sequence from that row on
-#if BULK_STORE
+#if BULK_STORE || PARTIAL
   int row, head, batch;  // of the warp's first row
 #endif
 };
 DEV Place place_of(const Params& p, const Work& w, int row, int lane) {
   const i64 b = VARLEN ? 0 : w.batch, at = VARLEN ? (i64)w.start_q + row : row;
-#if SPLIT
-  float* part = (float*)p.out + w.split * p.out_split + b * p.out_batch + w.head * p.out_head + at * p.out_row;
-  float* lse = p.lse + w.split * p.lse_split + b * p.lse_batch + w.head * p.lse_head + at;
-  return {part + 2 * (lane % 4), lse, w.rows - row};
-#else
-  float* lse = p.lse ? p.lse + b * p.lse_batch + w.head * p.lse_head + at : nullptr;
-#if BULK_STORE
-  return {nullptr, lse, w.rows - row, row - lane / 4, w.head, w.batch};
-#else
-  unsigned short* out = (unsigned short*)p.out + b * p.out_batch + w.head * p.out_head + at * p.out_row;
-  return {out + 4 * (lane / 2 % 2) + 8 * (lane % 2), lse, w.rows - row};
+  Place to;
+  to.lse = p.lse ? p.lse + b * p.lse_batch + w.head * p.lse_head + at : nullptr;
+  to.left = w.rows - row;
+#if BULK_STORE || PARTIAL
+  to.row = row - lane / 4, to.head = w.head, to.batch = w.batch;
 #endif
+#if PARTIAL  // a part's results, which merge.cuh puts together: batch < 0, and in its place and the head's which of them
+  if (SPLIT || w.part >= 0) {
+    const i64 n = (b * p.heads + w.head) * p.rows + row - p.first;
+    to.lse = p.parts_lse + w.part * p.lse_split + n;
+    to.row = (int)n, to.head = w.part, to.batch = -1;
+  }
 #endif
+#if !BULK_STORE && !SPLIT
+  to.out = (unsigned short*)p.out + b * p.out_batch + w.head * p.out_head + at * p.out_row + 4 * (lane / 2 % 2) + 8 * (lane % 2);
+#endif
+  return to;
 }
 
 // The rows' sums are complete: LSE (natural log), and 1 / sum for O. A row that saw no key: -inf and 0.
@@ -51,18 +52,30 @@ DEV void finish(Rows& rows, const Place& to, float sink, int lane) {
   }
 }
 
-// O · scale. `stage`: the warp's own part of shared memory, V_CHUNKS of 16 rows in 128-byte swizzled lines.
-template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Params& p, const Place& to, int lane, u32 stage,
-                                const TensorMap* map) {
-#if SPLIT  // as it is: a lane holds two columns of each eight
+#if PARTIAL
+// By a vote, though all lanes know: then the compiler knows that they go one way, and keeps what the products of the loop
+// around it need in uniform registers, without which stream-K lost 10 % (H200, 2026-11-30).
+DEV bool is_part(const Place& to) { return SPLIT || __any_sync(~0u, to.batch < 0); }
+// O · scale of a part of the keys, as it is: a lane holds two columns of each eight.
+template <int N> DEV void store_part(const float (&O)[N], const Rows& rows, const Params& p, const Place& to, int lane) {
+  float* part = p.parts + to.head * p.out_split + (i64)to.row * p.dim_v + 2 * (lane % 4);
 #pragma unroll
   for (int r = 0; r < 2; r++)
 #pragma unroll
     for (int i = 0; i < N / 4; i++)
       if (8 * r < to.left && (!PARTIAL_V || 8 * i + 2 * (lane % 4) < p.dim_v))
-        *(float2*)(to.out + r * 8 * p.out_row + 8 * i) =
+        *(float2*)(part + r * 8 * p.dim_v + 8 * i) =
             make_float2(O[4 * i + 2 * r] * rows.scale[r], O[4 * i + 2 * r + 1] * rows.scale[r]);
+}
 #else
+DEV bool is_part(const Place&) { return false; }
+template <int N> DEV void store_part(const float (&)[N], const Rows&, const Params&, const Place&, int) {}
+#endif
+
+// O · scale. `stage`: the warp's own part of shared memory, V_CHUNKS of 16 rows in 128-byte swizzled lines.
+template <int N> DEV void store(const float (&O)[N], const Rows& rows, const Params& p, const Place& to, int lane, u32 stage,
+                                const TensorMap* map) {
+#if !SPLIT
   auto rounded = [&](int i, int r) {  // of column i of the lane's each two and two
     return pack(O[4 * i + 2 * r] * rows.scale[r], O[4 * i + 2 * r + 1] * rows.scale[r]);
   };

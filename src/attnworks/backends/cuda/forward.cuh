@@ -85,13 +85,15 @@ DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const 
     // The slot's last reader must be done with it; only then is it written, and only then may it be read.
     barrier_wait(s.work_empty + 8 * (turn & 1), (turn >> 1 & 1) ^ 1);
     if (leads) {
-#if SPLIT
-      w.start_q = w.split;  // the place of what only packed sequences have
+#if PARTIAL
+      w.start_q = w.part;  // the place of what only packed sequences have
 #endif
       shared_store(s.work + (turn & 1) * WORK_BYTES, make_int4(w.row, w.head, w.batch, w.start_q));
       if (VARLEN) shared_store(s.work + (turn & 1) * WORK_BYTES + 16, make_int4(w.rows, w.keys, 0, 0));
 #if MAPPED
       shared_store(s.work + (turn & 1) * WORK_BYTES + 16, make_int4(w.span.first, w.span.last, w.span.whole, w.span.bits));
+#elif STREAM_K
+      shared_store(s.work + (turn & 1) * WORK_BYTES + 16, make_int4(w.span.first, w.span.last, 0, 0));
 #endif
       barrier_arrive(s.work_full + 8 * (turn & 1));
     }
@@ -164,6 +166,7 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
   Added added = {};
   Bits bits = {};
   int turn = 0, row = 0, tile = 0;
+  int before = 0;  // KV tiles before a part's, which the loop does not count: it ends at a constant, as for whole tiles
   float sink = 0;
 
   auto first_tile = [&] { return LEFT || MAPPED || SPLIT ? span.first : 0; };  // the one that is walked to last
@@ -220,12 +223,15 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
       const int4 lengths = shared_load(slot + 16);
       w.rows = lengths.x, w.keys = lengths.y;
     }
-#if SPLIT
-    w.split = found.w;
+#if PARTIAL
+    w.part = found.w;
 #endif
 #if MAPPED
     const int4 listed = shared_load(slot + 16);
     w.span = {listed.x, listed.y, listed.z, listed.w};
+#elif STREAM_K
+    const int4 listed = shared_load(slot + 16);
+    before = listed.x, w.span = {0, listed.y - listed.x};
 #endif
     __syncwarp();  // all lanes have read the slot before it is given back
     release(s.work_empty + 8 * (turn & 1));
@@ -246,6 +252,17 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
 #pragma unroll
     for (int i = 0; i < HEAD_DIM_V / 2; i++) O[i] = 0;
   };
+  auto put = [&] {
+    if (is_part(to))
+      store_part(O, rows, p, to, lane);
+    else
+      store(O, rows, p, to, lane, stage, out);
+  };
+  auto owe = [&] {
+#if LATE_STORE
+    owed = true, owed_to = to;
+#endif
+  };
   auto fetch_bits = [&] {  // begun before the products whose S they mask
 #if MAPPED
     bits = bits_of(p, span, tile, row - w.row, lane);
@@ -254,7 +271,7 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
   auto first_probs = [&] {  // the tile that holds the last visible key; all rows may see it whole, if there is one
     score(S, p);
     add<true>(S, p, added, tile, w.keys, lane);
-    if (LEFT || RIGHT || MAPPED || VARLEN || w.keys % TILE_KV) mask(S, bits, row, tile * TILE_KV, w.keys, d, lane);
+    if (LEFT || RIGHT || MAPPED || VARLEN || w.keys % TILE_KV) mask(S, bits, row, (before + tile) * TILE_KV, w.keys, d, lane);
     softmax<true>(S, rows, p.factor);
   };
   auto step = [&](bool masked) {  // S of the next KV tile and P V of this one in flight together
@@ -334,14 +351,14 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
       pin(O), pin(P);
       done_with_v();
       to_operand(P, S);
-#if LATE_STORE
-      owed = true, owed_to = to;
-      begin_rows();
-#else
-      store(O, rows, p, to, lane, stage, out);
-      begin_rows();
-      clear();
-#endif
+      if (LATE_STORE && !is_part(to)) {
+        owe();
+        begin_rows();
+      } else {
+        put();
+        begin_rows();
+        clear();
+      }
       if (tile > first_tile()) wait_k();
     } else {
       wait_v();
@@ -351,7 +368,7 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
       wgmma_wait<0>();
       pin(O);
       done_with_v();
-      store(O, rows, p, to, lane, stage, out);
+      put();
     }
   }
   end_turns();

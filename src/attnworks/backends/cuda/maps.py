@@ -30,7 +30,8 @@ NAMES = "q", "k", "v", "out"
 CHUNK = 64  # columns of a box: 128 bytes, one swizzled line
 ALL = 2**30  # rows of a packed tensor's map, more than there are; WRAP in forward.cuh
 WRAP_BYTES = 2**64 // ALL
-_Words = c_uint64 * (MAP_BYTES // 8)
+_STEP = MAP_BYTES // 8  # words from one map to the next
+_Words = c_uint64 * _STEP
 _PROBES = 0x5555_5555_5550, 0x2AAA_AAAA_AAA0  # two addresses that have no bit in common
 _DATA_TYPES = {torch.float16: 6, torch.bfloat16: 9}
 _NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_TO_256B, _FILL_WITH_ZEROS = 0, 3, 3, 0
@@ -108,23 +109,25 @@ class Maps:
     their addresses."""
 
     def __init__(self, p: Problem, described: tuple[Description, ...]) -> None:
-        self._memory, self.places = _memory_of(len(described))
+        self._memory, self.places = _memory_of(len(NAMES))
+        self.places = self.places[: len(described)]
         self._data_type = _DATA_TYPES[p.dtype]
         self._described = described
         self._addresses: tuple[int, ...] = ()
-        self._words: tuple[c_uint64, ...] = ()
+        self._words: memoryview | None = None
 
-    def point_to(self, *addresses: int) -> None:
+    def point_to(self, q: int, k: int, v: int, out: int) -> None:
         """Of q, k, v and the results, whether those have a map or not. Raises ``DriverError``."""
-        if self._words:
-            for word, address in zip(self._words, addresses, strict=False):
-                word.value = address
-        elif addresses != self._addresses:
+        words = self._words
+        if words is not None:  # one by one, as every call comes here
+            words[0], words[_STEP], words[2 * _STEP], words[3 * _STEP] = q, k, v, out
+        elif (addresses := (q, k, v, out)) != self._addresses:
             for number, address in enumerate(addresses[: len(self.places)]):
                 status = self._encode(self.places[number], number, address)
                 driver().check(status, f"mapping {NAMES[number]}: {self._described[number]}")
             if not self._addresses and all(map(self._begins_with_address, range(len(self.places)))):
-                self._words = tuple(c_uint64.from_address(place) for place in self.places)
+                start = self.places[0] - ctypes.addressof(self._memory)
+                self._words = memoryview(self._memory).cast("B")[start : start + len(NAMES) * MAP_BYTES].cast("Q")
             self._addresses = addresses
 
     def _begins_with_address(self, number: int) -> bool:

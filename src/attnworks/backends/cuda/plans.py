@@ -24,6 +24,17 @@ LEAST_KEYS, MOST_PARTS = 1024, 128
 # 1.07, with 16, 32, 64 at 1k 1.06 1.04 1.04; D=256 with 16, 32, 64 at 512 1.00 1.00 0.97, with 8, 16, 32 at 1k 1.00
 # 1.02 1.03 (H200, 2026-11-30).
 SECTION_HEADS = 32
+# The last wave is shared ("stream_k") from so much on of (share of the multiprocessors that it leaves idle) · keys ·
+# (head_dim + head_dim_v), for head dims up to 128 and above: what is saved against storing, merging, one more launch.
+# Times as fast, and this number in thousands (H200, 2026-11-30). Heads of 128: 17 of 1k rows on 1k keys (254) 0.95, on
+# 2k (508) 1.18, on 4k 1.35; 34 of 512 on 8k 1.55; 25 of 1k on 2k (254) 0.92, on 4k (508) 1.04; 9 of 2k on 2k (477)
+# 1.16; 16k tokens of 2k (254) 0.99, 4k (508) 1.02, 8k and 16k 1.03. Heads of 256: 17 of 1k on 1k (508) 0.98; 16k tokens
+# of 4k (510) 0.98, 8k (1020) 1.00, 16k 1.02; 192/128: of 4k (635) 0.98, 8k (1270) 1.00, 16k 1.01
+LEAST_SHARED, LEAST_SHARED_WIDE = 400_000, 1_200_000
+SHARED_TILES = (128,)  # tile_q: of 192 rows it does not compile without spills
+# tile_kv, at most: beside FlashAttention-3 at 4k, 8k, 16k with 128 keys 1.05 1.04 1.04, 144 1.03 1.04 1.04, 160 1.03
+# 1.03 1.04 (H200, 2026-11-30)
+SHARED_KEYS = 128
 FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal, three of which fit 32 bits
 
 
@@ -119,8 +130,15 @@ def plan_for(p: Problem, units: int = 0) -> Plan:
         fits = p.head_dim <= line.head_dim and p.head_dim_v <= line.head_dim_v and p.seq_kv >= line.keys
         if fits and line.kind in ("", kind):
             plan = Plan(NAME, "q_outer", line.tile_q, line.tile_kv, warps=line.tile_q // 16 + 4, stages=line.stages)
-            return split_over(p, plan, units)
+            return stream_k(p, split_over(p, plan, units), units)
     raise ValueError(f"head_dim, head_dim_v: were {p.head_dim}, {p.head_dim_v}, must be at most 256")
+
+
+def adapt(p: Problem, plan: Plan, units: int) -> Plan:
+    """The tiles of a measured plan, with keys split and the last wave shared as fills the multiprocessors for this
+    problem."""
+    tiles = replace(plan, schedule="q_outer", split_kv=0)
+    return stream_k(p, split_over(p, tiles, units), units, most_keys=plan.tile_kv)
 
 
 def can_split(p: Problem) -> bool:
@@ -137,6 +155,24 @@ def split_over(p: Problem, plan: Plan, units: int) -> Plan:
         return plan
     keys = math.ceil(p.seq_kv / most / plan.tile_kv) * plan.tile_kv
     return replace(plan, schedule="split_kv", split_kv=keys)
+
+
+def can_share(p: Problem) -> bool:
+    """Whether the last tiles of rows may be shared by all thread blocks: of full attention alone, as those of other
+    masks are drawn by whoever is free. Which ones are shared depends on the rest of the batch."""
+    masked = mapped(p) or any(limited(p))
+    return p.form == "dense" and not (masked or p.scores or p.batch_invariant or p.scale <= 0)
+
+
+def stream_k(p: Problem, plan: Plan, units: int, most_keys: int = SHARED_KEYS) -> Plan:
+    """The plan with the tiles of its last wave shared, where enough multiprocessors would be idle for long enough."""
+    if units < 1 or plan.schedule != "q_outer" or plan.tile_q not in SHARED_TILES or not can_share(p):
+        return plan
+    tiles = tiles_of(p, plan)
+    saved = -tiles % units / units * p.seq_kv * (p.head_dim + p.head_dim_v)
+    if tiles < units or saved < (LEAST_SHARED if p.head_dim <= 128 else LEAST_SHARED_WIDE):
+        return plan
+    return replace(plan, schedule="stream_k", tile_kv=min(plan.tile_kv, most_keys))
 
 
 def variant(p: Problem, plan: Plan) -> Variant:
@@ -164,6 +200,7 @@ def variant(p: Problem, plan: Plan) -> Variant:
         bias_rows=steps[2] > 0,
         bias_pairs=steps[3] == 1 and not any(step % 2 for step in steps[:3]),
         split=plan.split_kv > 0,
+        stream_k=plan.schedule == "stream_k",
     )
 
 
@@ -199,8 +236,8 @@ def tiles_of(p: Problem, plan: Plan) -> int:
 
 def check(p: Problem, plan: Plan) -> None:
     """Raises ``ValueError`` naming the field that the kernel can't be compiled for or run with."""
-    if plan.schedule not in ("q_outer", "split_kv"):
-        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer' or 'split_kv'")
+    if plan.schedule not in ("q_outer", "split_kv", "stream_k"):
+        raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'q_outer', 'split_kv' or 'stream_k'")
     if plan.tile_q not in (128, 192):
         raise ValueError(f"plan tile_q: was {plan.tile_q}, must be 128 or 192: two or three warpgroups of 64 rows")
     if plan.tile_kv % 16 or not 16 <= plan.tile_kv <= 256:
@@ -229,9 +266,14 @@ def check(p: Problem, plan: Plan) -> None:
 
 
 def _check_split(p: Problem, plan: Plan) -> None:
-    if plan.schedule == "q_outer":
+    if plan.schedule != "split_kv":
         if plan.split_kv:
-            raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule 'q_outer'")
+            raise ValueError(f"plan split_kv: was {plan.split_kv}, must be 0 for schedule {plan.schedule!r}")
+        if plan.schedule == "stream_k" and not (can_share(p) and plan.tile_q in SHARED_TILES):
+            raise ValueError(
+                "plan schedule: was 'stream_k', must be 'q_outer' where there is a mask, scores, packed sequences, "
+                f"batch_invariant, a scale of 0 or less, or a tile_q that is not one of {SHARED_TILES}"
+            )
     elif p.form != "dense" or mapped(p):
         raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' for packed sequences and tile maps")
     elif plan.split_kv < 1 or plan.split_kv % plan.tile_kv or plan.split_kv * MOST_PARTS < p.seq_kv:
@@ -247,5 +289,7 @@ def section(p: Problem, l2_bytes: int) -> int:
     few, its long tiles begin when there is nothing else left to do."""
     bytes_of_head = max(1, p.seq_kv * (p.head_dim + p.head_dim_v) * p.element_size)
     most = max(1, min(l2_bytes // bytes_of_head, SECTION_HEADS // p.group))
+    if p.form == "varlen":  # whose kernel finds it for each sequence (find in schedule.cuh)
+        return min(p.heads_q, max(1, l2_bytes // bytes_of_head) * p.group)
     heads = p.batch * p.heads_kv
     return min(heads, min(range(most, most // 2, -1), key=lambda size: -heads % size)) * p.group

@@ -22,8 +22,12 @@ struct Params {
   i64 bias_batch, bias_head, bias_row, bias_key;  // strides in elements, 0 where it is broadcast
   int map_batch, map_head, slopes_batch;          // rows of the map, and slopes, from one batch or head to the next
   float outer;                                    // takes S, after score(), to the units of slopes and bias
-  int splits, split_tiles;  // parts of the keys, each of so many KV tiles, for each of which there is a result
+  float* parts;             // results of parts of the keys (part, row, dim_v), and their LSE, of all heads' and sequences'
+  float* parts_lse;         // rows in a row, from `first` on
+  i64 first;
   i64 out_split, lse_split; // elements from one part's results to the next's
+  int splits, split_tiles;  // SPLIT: parts, each of so many KV tiles
+  Stretches stretches;      // STREAM_K
 #endif
 };
 
@@ -39,14 +43,14 @@ struct Span {
 // One tile of rows, as the producer finds it and the consumers read it from shared memory. batch < 0: no more work.
 struct Work {
   int row, head, batch, rows, keys, start_q, start_kv;
-#if MAPPED
+#if MAPPED || STREAM_K
   Span span;
 #endif
-#if SPLIT
-  int split;  // which part of the keys
+#if PARTIAL
+  int part;  // which of the parts of the keys; -1: all of them
 #endif
 };
-constexpr u32 WORK_BYTES = 32;  // of which packed sequences and tile maps use more than the first 16
+constexpr u32 WORK_BYTES = 32;  // of which packed sequences, tile maps and stretches use more than the first 16
 
 struct Diagonals {
   int low, high;
@@ -66,11 +70,11 @@ DEV Span visited(int row, int rows, int keys, Diagonals d) {
 }
 
 DEV Span span_of(const Params& p, const Work& w, Diagonals d) {
-#if MAPPED
+#if MAPPED || STREAM_K
   return w.span;
 #elif SPLIT  // where none of the part's tiles is visited, its first one is: nothing in it is seen
   const Span all = visited(w.row, w.rows, w.keys, d);
-  const int begin = w.split * p.split_tiles, first = max(all.first, begin), last = min(all.last, begin + p.split_tiles);
+  const int begin = w.part * p.split_tiles, first = max(all.first, begin), last = min(all.last, begin + p.split_tiles);
   return first < last ? Span{first, last} : Span{begin, begin + 1};
 #else
   return visited(w.row, w.rows, w.keys, d);
@@ -141,7 +145,29 @@ DEV bool find(const Params& p, int n, int lane, Cursor& c, Work& w) {
 struct Cursor {};
 DEV bool find(const Params& p, int n, int, Cursor&, Work& w) {
 #if SPLIT
-  w.split = n % p.splits, n /= p.splits;
+  w.part = n % p.splits, n /= p.splits;
+#endif
+#if STREAM_K
+  const Stretches& s = p.stretches;
+  w.part = -1, w.span = {0, s.kv_tiles};
+  if (n >= s.whole) {  // of its stretch first what lies in one tile of rows, then what lies in the next
+    const int worker = (n - s.whole) % gridDim.x, turn = (n - s.whole) / gridDim.x;
+    int begin = 0, end = 0, shared = 0;
+    if (worker < s.workers) {
+      begin = stretch_begin(s, worker), end = stretch_begin(s, worker + 1), shared = begin / s.kv_tiles;
+      const int edge = (shared + 1) * s.kv_tiles;
+      if (turn == 0)
+        end = min(end, edge);
+      else
+        begin = edge, shared++;
+    }
+    if (turn > 1 || begin >= end) {
+      w.batch = -1;
+      return false;
+    }
+    w.span = {begin - shared * s.kv_tiles, end - shared * s.kv_tiles};
+    w.part = worker - stretch_of(s, shared * s.kv_tiles), n = s.whole + shared;
+  }
 #endif
   if (n >= p.tiles * p.batch * p.heads) {
     w.batch = -1;

@@ -11,8 +11,17 @@ from importlib import resources
 
 import torch
 
-PARTS = ("ptx.cuh", "schedule.cuh", "scores.cuh", "mask.cuh", "softmax.cuh", "epilogue.cuh", "forward.cuh")
-MERGE_PARTS = ("ptx.cuh", "merge.cuh")
+PARTS = (
+    "ptx.cuh",
+    "stream_k.cuh",
+    "schedule.cuh",
+    "scores.cuh",
+    "mask.cuh",
+    "softmax.cuh",
+    "epilogue.cuh",
+    "forward.cuh",
+)
+MERGE_PARTS = ("ptx.cuh", "stream_k.cuh", "merge.cuh")
 # K and V of the heads that are worked on together under a causal mask: so much stays in the 50 MB of L2.
 L2_SECTION_BYTES = 32 * 2**20
 WORK_BYTES, BARRIER_BYTES = 32, 8
@@ -28,7 +37,8 @@ class Variant:
     there are such in V. ``modifier``: see scores.cuh. ``mapped``: the mask is a tile map. ``alibi``: 2 where no key
     that is seen lies ahead of its row, else 1. ``bias``: 0 for none, else its element, of ``BIAS_ELEMENTS``;
     ``bias_keys``: its step from one key to the next, 2 for any but 0 and 1; ``bias_rows``: rows differ; ``bias_pairs``:
-    two neighbours are read at once. ``split``: results are those of parts of the keys, in fp32.
+    two neighbours are read at once. ``split``: results are those of parts of the keys, in fp32. ``stream_k``: those of
+    the last tiles of rows are, which all thread blocks share.
     """
 
     bf16: bool
@@ -50,6 +60,7 @@ class Variant:
     bias_rows: bool = False
     bias_pairs: bool = False
     split: bool = False
+    stream_k: bool = False
 
     @property
     def groups(self) -> int:
@@ -65,6 +76,11 @@ class Variant:
         return (self.right and not self.left) or self.mapped
 
     @property
+    def partial(self) -> bool:
+        """Whether there are results of parts of the keys."""
+        return self.split or self.stream_k
+
+    @property
     def dynamic(self) -> bool:
         """Whether tiles differ so much in length that thread blocks draw them as they get free."""
         return self.varlen or self.longest_first
@@ -72,7 +88,7 @@ class Variant:
     @property
     def extended(self) -> bool:
         """Whether the kernel has parameters that a plain one has not."""
-        return self.mapped or self.alibi > 0 or self.bias > 0 or self.split
+        return self.mapped or self.alibi > 0 or self.bias > 0 or self.partial
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -131,7 +147,7 @@ class Variant:
             "GROUPS": self.groups, "PINGPONG": int(self.groups == 2), "LATE_STORE": int(self.late_store),
             "BULK_STORE": int(self.bulk_store),
             "DYNAMIC": int(self.dynamic),
-            "LONGEST_FIRST": int(self.longest_first), "EXTENDED": int(self.extended),
+            "LONGEST_FIRST": int(self.longest_first), "EXTENDED": int(self.extended), "PARTIAL": int(self.partial),
             "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
             "KV_ROW_BYTES": 2 * (self.head_dim + self.head_dim_v), "L2_SECTION_BYTES": L2_SECTION_BYTES,
         }  # fmt: skip

@@ -44,6 +44,10 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
     return [Plan(NAME, "eager")]
 
 
+def adapt(problem: Problem, plan: Plan, hardware: Hardware) -> Plan:
+    return plan
+
+
 def check_plan(problem: Problem, plan: Plan) -> None:
     if plan.schedule not in SCHEDULES:
         raise ValueError(f"plan schedule: was {plan.schedule!r}, must be one of {SCHEDULES} on backend 'reference'")

@@ -103,6 +103,10 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
     return plans.candidates(problem, hardware)[:1]
 
 
+def adapt(problem: Problem, plan: Plan, hardware: Hardware) -> Plan:
+    return plan
+
+
 def check_plan(problem: Problem, plan: Plan) -> None:
     from attnworks.backends.triton import plans
 

@@ -22,11 +22,11 @@ from attnworks.backends.triton.parts import (
     diagonals,
     in_part,
     load_tile,
-    loop_of,
     offsets_of,
     seen,
     sequence,
     store_tile,
+    task,
     tile_at,
     visited_tiles,
 )
@@ -67,14 +67,14 @@ def probs_and_grad(
     """(P, dS before the score modifiers) of one tile in either orientation: ``positions``, ``keys``, ``row_lse`` and
     ``row_delta`` come with the axes they broadcast along. Where a key is hidden the caller puts 0 in their place: they,
     a modifier and its derivative may be infinite or NaN there."""
-    plain = products * scale
-    scores = plain
-    if SCORE is not None:
-        scores = SCORE(plain, b, head, positions, keys, shift, score_operands).to(tl.float32)
-    probs = tl.math.exp2(scores * LOG2E - row_lse)
+    if SCORE is None:  # one factor, which a fused multiply-add takes along
+        probs = tl.math.exp2(products * (scale * LOG2E) - row_lse)
+    else:
+        scores = SCORE(products * scale, b, head, positions, keys, shift, score_operands).to(tl.float32)
+        probs = tl.math.exp2(scores * LOG2E - row_lse)
     grad = probs * (grad_probs - row_delta)
     if SCORE is not None:
-        slope = SCORE_GRAD(plain, b, head, positions, keys, shift, score_operands)
+        slope = SCORE_GRAD(products * scale, b, head, positions, keys, shift, score_operands)
         grad = grad * slope.to(tl.float32)
     return probs, grad
 
@@ -91,10 +91,7 @@ def grad_kv(
 ):  # fmt: skip
     """dK and dV of one tile of keys. Grid: KV tiles · heads_kv · batch (packed sequences: batch + 1)."""
     kv_tiles = tl.num_programs(0) // (heads_kv * (batch if cu_seqlens_kv is None else batch + 1))
-    program = tl.program_id(0)
-    kv_tile = program % kv_tiles  # under a causal mask early keys are seen by most queries: long tasks first
-    kv_head = program // kv_tiles % heads_kv
-    b = program // kv_tiles // heads_kv
+    kv_tile, kv_head, b = task(tl.program_id(0), kv_tiles, heads_kv, RIGHT, False)
     if cu_seqlens_kv is not None:
         if b == batch:
             first = tl.load(cu_seqlens_kv + batch)
@@ -129,17 +126,15 @@ def grad_kv(
         start, full_start, full_end, stop = visited_tiles(
             0, rows_q, kv_tile * TILE_KV, last_key, -high, -low, tile_map, b, head, kv_tile, TILE_Q, RIGHT, LEFT, MASK
         )
-        for loop in tl.static_range(2 if TAIL else 1):
-            first_place, stop_place = loop_of(loop, start, stop, TAIL)
-            acc_k, acc_v = gather_queries(
-                acc_k, acc_v, k_tile, v_tile, q + q_start + wide_head * q_strides[1],
-                grad_out + grad_start + wide_head * grad_out_strides[1],
-                lse2 + lse_start + wide_head * lse_strides[1], delta + lse_start + wide_head * lse_strides[1],
-                tile_map, first_place, full_start, full_end, stop_place, b, head, keys, rows_q, keys_kv, low, high,
-                scale, score_operands, mask_operands, q_strides[2], grad_out_strides[2], lse_strides[2],
-                TILE_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, loop == 1,
-                SCORE, SCORE_GRAD, MASK, PRECISION,
-            )  # fmt: skip
+        acc_k, acc_v = gather_queries(
+            acc_k, acc_v, k_tile, v_tile, q + q_start + wide_head * q_strides[1],
+            grad_out + grad_start + wide_head * grad_out_strides[1],
+            lse2 + lse_start + wide_head * lse_strides[1], delta + lse_start + wide_head * lse_strides[1],
+            tile_map, start, full_start, full_end, stop, b, head, keys, rows_q, keys_kv, low, high,
+            scale, score_operands, mask_operands, q_strides[2], grad_out_strides[2], lse_strides[2],
+            TILE_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, TAIL,
+            SCORE, SCORE_GRAD, MASK, PRECISION,
+        )  # fmt: skip
     store_tile(
         grad_k + grad_k_start + h * grad_k_strides[1],
         wide * grad_k_strides[2],
@@ -162,8 +157,10 @@ def gather_queries(
     TAIL: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the Q tiles that ``visited_tiles`` found add to dK and dV."""
+    listed = tile_at(first_place, tile_map, stop_place)
     for place in range(first_place, stop_place):
-        start = tile_at(place, tile_map) * TILE_Q
+        start = (place if tile_map is None else listed) * TILE_Q
+        listed = tile_at(place + 1, tile_map, stop_place)
         lanes = tl.arange(0, TILE_Q)
         positions = start + lanes
         valid = positions < seq_q
@@ -184,10 +181,8 @@ def gather_queries(
             products, grad_probs, row_lse[None, :], row_delta[None, :],
             b, head, positions[None, :], keys[:, None], seq_kv - seq_q, scale, score_operands, SCORE, SCORE_GRAD,
         )  # fmt: skip
-        if TAIL:
-            visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK, True)
-            probs, grad = tl.where(visible, probs, 0.0), tl.where(visible, grad, 0.0)
-        elif LEFT or RIGHT or MASK is not None:
+        # Rows past the end need no mask: their LSE of +inf makes P and dS 0.
+        if LEFT or RIGHT or MASK is not None:
             if in_part(place, full_start, full_end, RIGHT and MASK is None):
                 visible = seen(
                     b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK, True
@@ -210,10 +205,7 @@ def grad_q(
 ):  # fmt: skip
     """dQ of one tile of rows. Grid: row tiles · heads · batch (packed sequences: batch + 1)."""
     row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
-    program = tl.program_id(0)
-    row_tile = row_tiles - 1 - program % row_tiles if RIGHT else program % row_tiles
-    head = program // row_tiles % heads
-    b = program // row_tiles // heads
+    row_tile, head, b = task(tl.program_id(0), row_tiles, heads, RIGHT, RIGHT)
     if cu_seqlens_q is not None:
         if b == batch:
             first = tl.load(cu_seqlens_q + batch)
@@ -249,15 +241,13 @@ def grad_q(
     start, full_start, full_end, stop = visited_tiles(
         0, keys_kv, row_tile * TILE_Q, last, low, high, tile_map, b, head, row_tile, TILE_KV, LEFT, RIGHT, MASK
     )
-    for loop in tl.static_range(2 if TAIL else 1):
-        first_place, stop_place = loop_of(loop, start, stop, TAIL)
-        acc = gather_keys(
-            acc, q_tile, d_tile, row_lse, row_delta, k + k_start + kv_head * k_strides[1],
-            v + v_start + kv_head * v_strides[1], tile_map, first_place, full_start, full_end, stop_place,
-            b, head, positions, rows_q, keys_kv, low, high, scale, score_operands, mask_operands,
-            k_strides[2], v_strides[2], TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, loop == 1,
-            SCORE, SCORE_GRAD, MASK, PRECISION,
-        )  # fmt: skip
+    acc = gather_keys(
+        acc, q_tile, d_tile, row_lse, row_delta, k + k_start + kv_head * k_strides[1],
+        v + v_start + kv_head * v_strides[1], tile_map, start, full_start, full_end, stop,
+        b, head, positions, rows_q, keys_kv, low, high, scale, score_operands, mask_operands,
+        k_strides[2], v_strides[2], TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, TAIL,
+        SCORE, SCORE_GRAD, MASK, PRECISION,
+    )  # fmt: skip
     store_tile(
         grad_q + grad_q_start + h * grad_q_strides[1], wide * grad_q_strides[2], valid, acc * scale, HEAD_DIM, BLOCK_D
     )
@@ -272,8 +262,10 @@ def gather_keys(
     TAIL: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the KV tiles that ``visited_tiles`` found add to dQ / scale."""
+    listed = tile_at(first_place, tile_map, stop_place)
     for place in range(first_place, stop_place):
-        start = tile_at(place, tile_map) * TILE_KV
+        start = (place if tile_map is None else listed) * TILE_KV
+        listed = tile_at(place + 1, tile_map, stop_place)
         lanes = tl.arange(0, TILE_KV)
         keys = start + lanes
         present, far = keys < seq_kv, start.to(tl.int64)
@@ -285,10 +277,7 @@ def gather_keys(
             products, grad_probs, row_lse, row_delta,
             b, head, positions[:, None], keys[None, :], seq_kv - seq_q, scale, score_operands, SCORE, SCORE_GRAD,
         )  # fmt: skip
-        if TAIL:
-            visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
-            grad = tl.where(visible, grad, 0.0)
-        elif LEFT or RIGHT or MASK is not None:
+        if LEFT or RIGHT or MASK is not None or TAIL:
             if in_part(place, full_start, full_end, LEFT and MASK is None):
                 visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
                 grad = tl.where(visible, grad, 0.0)

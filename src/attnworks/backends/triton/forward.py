@@ -20,11 +20,11 @@ from attnworks.backends.triton.parts import (
     diagonals,
     in_part,
     load_tile,
-    loop_of,
     offsets_of,
     seen,
     sequence,
     store_tile,
+    task,
     tile_at,
     visited_tiles,
 )
@@ -48,11 +48,7 @@ def forward(
     score modifiers. Without TAIL the keys end on a tile's edge. REST: columns of Q and K beyond the first HEAD_DIM, for
     all of which one power of two would be too wide."""
     row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
-    program = tl.program_id(0)
-    # Later rows see more keys under a causal mask: they go first, so that no long task is left for the end.
-    row_tile = row_tiles - 1 - program % row_tiles if RIGHT else program % row_tiles
-    head = program // row_tiles % heads
-    b = program // row_tiles // heads
+    row_tile, head, b = task(tl.program_id(0), row_tiles, heads, RIGHT, RIGHT)
     if cu_seqlens_q is not None:
         if b == batch:
             first = tl.load(cu_seqlens_q + batch)
@@ -113,15 +109,12 @@ def forward(
     start, full_start, full_end, stop = visited_tiles(
         begin, end, first_position, last_position, low, high, tile_map, b, head, row_tile, TILE_KV, LEFT, RIGHT, MASK
     )
-    for loop in tl.static_range(2 if TAIL else 1):
-        first_place, stop_place = loop_of(loop, start, stop, TAIL)
-        acc, running_sum, running_max = attend(
-            acc, running_sum, running_max, q_tile, k_head, v_head, table, tile_map,
-            first_place, full_start, full_end, stop_place,
-            b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
-            k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS,
-            LEFT, RIGHT, loop == 1, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
-        )  # fmt: skip
+    acc, running_sum, running_max = attend(
+        acc, running_sum, running_max, q_tile, k_head, v_head, table, tile_map, start, full_start, full_end, stop,
+        b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
+        k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS,
+        LEFT, RIGHT, TAIL, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
+    )  # fmt: skip
 
     if sink is not None and not SPLITS:
         acc, running_sum, running_max = add_sink(acc, running_sum, running_max, sink, heads_q, valid)
@@ -148,11 +141,14 @@ def attend(
     q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the KV tiles that ``visited_tiles`` found, from first_place to stop_place - 1. Those seen
-    whole and in part go through one loop: a second would have to fill its pipeline anew."""
+    whole and in part go through one loop: a second would have to fill its pipeline anew, and made the compiler run the
+    matrix products one by one."""
+    listed = tile_at(first_place, tile_map, stop_place)
     k_row = k_strides[2]
     v_row = k_row if EQUAL_ROWS else v_strides[2]  # one set of offsets for both saves registers
     for place in range(first_place, stop_place):
-        start = tile_at(place, tile_map) * TILE_KV
+        start = (place if tile_map is None else listed) * TILE_KV
+        listed = tile_at(place + 1, tile_map, stop_place)  # a tile ahead, so that no load of K waits for its number
         lanes = tl.arange(0, TILE_KV)
         keys = start + lanes
         present = keys < seq_kv
@@ -183,10 +179,7 @@ def attend(
                     tl.float32
                 )
             scores = scores * LOG2E
-        if TAIL:  # without a branch, which the compiler schedules worse
-            visible = seen(b, heads, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
-            scores = tl.where(visible, scores, -float("inf"))
-        elif LEFT or RIGHT or MASK is not None:
+        if LEFT or RIGHT or MASK is not None or TAIL:
             if in_part(place, full_start, full_end, LEFT and MASK is None):
                 visible = seen(b, heads, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
                 scores = tl.where(visible, scores, -float("inf"))

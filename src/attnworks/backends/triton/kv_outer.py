@@ -102,7 +102,7 @@ def visit(
 ):  # fmt: skip
     """One KV tile added to the state of the Q tiles that ``visited_tiles`` found."""
     for place in range(first_place, stop_place):
-        tile = tile_at(place, tile_map)
+        tile = tile_at(place, tile_map, stop_place)
         start = tile * TILE_Q
         lanes = tl.arange(0, TILE_Q)
         positions = start + lanes

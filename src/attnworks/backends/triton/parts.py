@@ -28,6 +28,18 @@ def sequence(b, seq, cu_seqlens, stride_batch, stride_row):
 
 
 @triton.jit
+def task(program, tiles, heads, UNEVEN: tl.constexpr, LATE_FIRST: tl.constexpr):
+    """(tile, head, batch entry) of a program. Tiles are UNEVEN under a causal bound: then the longest of all heads go
+    first, so that no long one is left for the end. Otherwise a head's tiles run side by side and share its keys in the
+    cache."""
+    if UNEVEN:
+        tile, head = program // heads % tiles, program % heads
+    else:
+        tile, head = program % tiles, program // tiles % heads
+    return tiles - 1 - tile if LATE_FIRST else tile, head, program // tiles // heads
+
+
+@triton.jit
 def diagonals(seq_q, seq_kv, low_bottom, high_bottom, low_top, high_top):
     """(low, high): query i sees keys i + low to i + high. Bounds of both alignments, intersected."""
     shift = seq_kv - seq_q
@@ -77,17 +89,9 @@ def visited_tiles(
 
 
 @triton.jit
-def tile_at(place, tile_map):
-    """The tile at a place between ``start`` and ``stop`` of ``visited_tiles``."""
-    return place if tile_map is None else tl.load(tile_map[2] + place)
-
-
-@triton.jit
-def loop_of(loop: tl.constexpr, start, stop, TAIL: tl.constexpr):
-    """(first, last) place of one of two loops: 0 the tiles that are loaded without asking which of their rows there
-    are, 1 with TAIL the last of them, which may reach past the end."""
-    inner = tl.maximum(stop - 1, start) if TAIL else stop
-    return (start, inner) if loop == 0 else (inner, stop)
+def tile_at(place, tile_map, stop):
+    """The tile at a place between ``start`` and ``stop`` of ``visited_tiles``; any number from ``stop`` on."""
+    return place if tile_map is None else tl.load(tile_map[2] + place, mask=place < stop, other=0)
 
 
 @triton.jit
@@ -102,7 +106,7 @@ def seen(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """(rows, keys) of booleans, (keys, rows) if KEYS_FIRST: whether the row sees the key."""
-    visible = inside(rows, keys, seq_kv, low, high, LEFT, RIGHT)
+    visible = inside(rows, keys, seq_kv, low, high, LEFT)
     if KEYS_FIRST:
         visible = tl.trans(visible)
         if MASK is not None:
@@ -144,11 +148,9 @@ def store_tile(base, offsets, valid, value, DIM: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def inside(rows, keys, end, low, high, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def inside(rows, keys, end, low, high, LEFT: tl.constexpr):
     """(rows, keys) of booleans: keys before ``end`` that the closed bounds let the row see."""
-    visible = (keys < end)[None, :] & (rows >= 0)[:, None]
+    visible = keys[None, :] <= tl.minimum(rows + high, end - 1)[:, None]
     if LEFT:
-        visible = visible & (keys[None, :] >= rows[:, None] + low)
-    if RIGHT:
-        visible = visible & (keys[None, :] <= rows[:, None] + high)
+        visible = visible & (keys[None, :] >= (rows + low)[:, None])
     return visible

@@ -32,6 +32,7 @@ from attnworks.workbench.cli.problems import TIME, given, problem_from, problem_
 from attnworks.workbench.cli.stored import db_option, keep, ready
 from attnworks.workbench.conventions import BY_NAME
 from attnworks.workbench.foreign import Foreign, verify_first
+from attnworks.workbench.meters import Progress
 from attnworks.workbench.providers import NAMES, Provider, by_name, describe, label
 from attnworks.workbench.records import Record
 
@@ -106,10 +107,8 @@ def bench(
     for problem in _problems(ctx, place):
         with progress() as report:
             result = measure(problem, chosen, protocol, report)
-        if profiled:
-            by_names = {provider.name: provider for provider in chosen}
-            counted = (counters.with_profile(problem, one, by_names[one.provider]) for one in result.records)
-            result = replace(result, records=tuple(counted))
+            if profiled:
+                result = _profiled(problem, result, chosen, report)
         result = replace(result, failed=wrong | result.failed)
         results.append(result)
         if not no_history:
@@ -122,6 +121,14 @@ def bench(
         print_json({"results": [result.to_json() for result in results]})
     if any(result.failed for result in results):
         ctx.exit(1)
+
+
+def _profiled(problem: Problem, result: Result, chosen: list[Provider], report: Progress) -> Result:
+    by_names, counted = {provider.name: provider for provider in chosen}, []
+    for done, one in enumerate(result.records):
+        report(f"profiling {label(one.provider)}", done, len(result.records))
+        counted.append(counters.with_profile(problem, one, by_names[one.provider]))
+    return replace(result, records=tuple(counted))
 
 
 def _verified(chosen: list[Provider], device: str, no_verify: bool) -> tuple[list[Provider], dict[str, str]]:

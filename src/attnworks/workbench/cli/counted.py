@@ -5,7 +5,7 @@ from __future__ import annotations
 from attnworks.workbench.cli.output import UNKNOWN, in_bytes, in_percent
 from attnworks.workbench.records import Record
 
-GPU_COUNTED = ("DRAM bytes", "L2 bytes", "Mcycles", "tensor cores", "bank conflicts")
+GPU_COUNTED = ("DRAM bytes", "predicted", "L2 bytes", "Mcycles", "tensor cores", "bank conflicts")
 CPU_COUNTED = ("Mcycles", "instr./cycle", "LLC misses")
 
 
@@ -19,8 +19,11 @@ def in_counts(record: Record, gpu: bool) -> tuple[str, ...]:
         return millions, each, in_bytes(profile.get("llc_bytes"))
     conflicts, turns = profile.get("bank_conflicts"), profile.get("shared_turns")
     share = conflicts / turns if conflicts is not None and turns else None
+    measured, predicted = record.measured_bytes, profile.get("predicted_bytes")
+    error = f" ({predicted / measured - 1:+.0%})" if predicted and measured else ""
     return (
-        in_bytes(record.measured_bytes),
+        in_bytes(measured),
+        in_bytes(predicted) + error,
         in_bytes(profile.get("l2_bytes")),
         millions,
         in_percent(profile.get("tensor_share")),

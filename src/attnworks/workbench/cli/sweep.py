@@ -12,7 +12,10 @@ import torch
 from rich.markup import escape
 
 from attnworks import hardware, prepared, tuned
+from attnworks.backends import cuda, triton
+from attnworks.errors import UnsupportedError
 from attnworks.hardware import Hardware
+from attnworks.plan import Plan
 from attnworks.problem import Problem
 from attnworks.workbench import environment, measured_sweep, porting, tile_sweep
 from attnworks.workbench.cli import heat
@@ -36,9 +39,8 @@ from attnworks.workbench.measured_sweep import Found, Grid
 DEFAULT_SEQ = 4096
 # What 2 cores can sweep in two minutes.
 CPU_DEFAULTS = {"heads": 8, "seq": 1024, "head_dim": 64, "dtype": "float32"}
-GRID = Grid((64, 128), (32, 64, 128), (4, 8), (2, 3))  # of --on
 NOTE = "Nothing was timed: the order is the traffic model's. Measure before you believe it."
-MEASURING = ("device", "backend", "threads", "budget", "again", "profile", "db", "into")
+MEASURING = ("device", "threads", "budget", "again", "profile", "db", "into")
 BETWEEN = (
     "Times at the card's full rates: with every re-read found in the L2, and with none. Measured ones will lie above "
     "the first."
@@ -54,7 +56,7 @@ SIZES = ("tile_q", "tile_kv", "warps", "stages")
 @click.option("--warps", type=Numbers(), help="Warps of a program (Triton).")
 @click.option("--stages", type=Numbers(), help="Depth of the software pipeline (GPUs).")
 @click.option("--device", help="cpu, cuda or cuda:N.  [default: cuda where there is one]")
-@click.option("--backend", default="auto", show_default=True, help="Whose tiles: cpu, triton or cuda.")
+@click.option("--backend", default="auto", show_default=True, help="Whose tiles: cpu, triton or cuda; --on: triton's.")
 @click.option("--threads", type=click.IntRange(min=1), help="Threads of the CPU.  [default: torch's]")
 @click.option("--budget", type=TIME, default=2.0, show_default=True, help="Minutes; run again to go on.")
 @click.option("--again", is_flag=True, help="Measure anew what an earlier sweep measured.")
@@ -80,7 +82,7 @@ def sweep(
     jobs = jobs or os.cpu_count() or 1
     if card is not None:
         _refuse(ctx, MEASURING, "--on measures nothing")
-        _compile(problem_from(ctx, DEFAULT_SEQ), card, _grid(ctx, GRID), jobs, as_json)
+        _compile(ctx, problem_from(ctx, DEFAULT_SEQ), card, jobs, as_json)
         return
     place = environment.place(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place == "cpu":
@@ -119,10 +121,9 @@ def _measure(ctx: click.Context, problem: Problem, jobs: int, as_json: bool) -> 
             problem, History(o["db"]), backend=backend, grid=_grid(ctx, measured_sweep.GRIDS[backend]),
             seconds=60 * o["budget"], jobs=jobs, again=o["again"], progress=report,
         )  # fmt: skip
+        path = _write(found, o["into"])  # before what takes minutes on some GPUs
         if o["profile"]:
-            report("profiling", 0, 0)
-            found = measured_sweep.profiled(found)
-    path = _write(found, o["into"])
+            found = measured_sweep.profiled(found, report)
     if as_json:
         print_json(found.to_json() | {"written": str(path) if path else None})
         return
@@ -152,22 +153,41 @@ def _title(problem: Problem, machine: Hardware) -> str:
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 
-def _compile(problem: Problem, card: str, grid: Grid, jobs: int, as_json: bool) -> None:
+def _compile(ctx: click.Context, problem: Problem, card: str, jobs: int, as_json: bool) -> None:
     names = find_machines(card)
     machine = hardware.load(names[0])
-    plans = tile_sweep.candidates(*grid)
+    plans = _candidates(ctx, problem, machine)
     with progress() as report:
         judged = tile_sweep.sweep(problem, plans, machine, jobs=jobs, progress=report)
-    ported = porting.report(problem, machine)
+    # Which cards the cuda backend is for leaves nothing to port.
+    ported = porting.report(problem, machine) if plans[0].backend == triton.NAME else None
     notes = [*tile_sweep.statements(judged, machine), NOTE]
+    if ported and cuda.verdict(replace(problem, device="cuda"), machine).supported:
+        notes.append("Calls there would take backend cuda, whose tiles --backend cuda judges.")
     if len(names) > 1:
         notes.append(f"--on {card} begins {', '.join(names)}: this is {names[0]}.")
     if as_json:
         found = {"problem": problem.to_json(), "machine": names[0], "candidates": [one.to_json() for one in judged]}
-        print_json(found | {"porting": ported.to_json(), "notes": notes})
+        print_json(found | {"porting": ported.to_json() if ported else None, "notes": notes})
     else:
         _print(problem, machine, judged, notes)
-        _print_porting(ported)
+        if ported:
+            _print_porting(ported)
+
+
+def _candidates(ctx: click.Context, problem: Problem, machine: Hardware) -> list[Plan]:
+    """Raises ``UnsupportedError`` for a card or a problem that the cuda backend refuses."""
+    name = ctx.params["backend"]
+    if name in ("auto", triton.NAME):
+        return tile_sweep.candidates(*_grid(ctx, measured_sweep.GRIDS[triton.NAME]))
+    if name != cuda.NAME:
+        raise click.UsageError(f"--backend: was {name!r}, must be 'auto', 'triton' or 'cuda' with --on")
+    _refuse(ctx, ("warps",), "those of backend cuda follow from the rows of its tiles")
+    verdict = cuda.verdict(replace(problem, device="cuda"), machine)
+    if not verdict.supported:
+        raise UnsupportedError([verdict], name)
+    table = cuda.candidates(problem, machine)[0]
+    return measured_sweep.plans(problem, table, _grid(ctx, measured_sweep.GRIDS[name]), cuda, machine)
 
 
 def find_machines(begins: str) -> list[str]:
