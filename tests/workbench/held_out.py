@@ -16,6 +16,16 @@ from workbench.held_out_kernels import (
     blocked,
     caches,
     eager,
+    fifth,
+    fifth_backward,
+    fifth_caches,
+    fifth_common,
+    fifth_packed,
+    fifth_right,
+    fifth_scores,
+    fourth,
+    fourth_backward,
+    fourth_caches,
     precision,
     right,
     second,
@@ -29,7 +39,7 @@ from workbench.held_out_kernels import (
 )
 from workbench.held_out_kernels.causes import CAUSES
 
-__all__ = ["CAUSES", "SECOND", "SUBJECTS", "THIRD", "HeldOut"]
+__all__ = ["CAUSES", "FIFTH", "FOURTH", "SECOND", "SUBJECTS", "THIRD", "HeldOut"]
 
 
 @dataclass(frozen=True)
@@ -327,3 +337,141 @@ THIRD: list[HeldOut] = [
 ]
 """A third set, in the styles of many authors, for what was changed in sight of the second; all of it is right inside
 ``third.repaired()``."""
+
+FOURTH: list[HeldOut] = [
+    # Heads, head dims, masks.
+    _held_out(fourth.groups_of_three_in_turn, "flash", "wrong GQA head map"),
+    _held_out(fourth.strides_of_v_as_if_dense, "sdpa", "strides ignored"),
+    _held_out(fourth.channels_past_128_unread, "sdpa", "channels left out"),
+    _held_out(fourth.first_and_last_head_exchanged, "sdpa", "heads of the output exchanged"),
+    _held_out(fourth.window_one_longer_on_its_left, "flash", "window off by one"),
+    _held_out(fourth.window_short_where_lengths_differ, "flash", "window off by one"),
+    _held_out(fourth.top_left_where_queries_are_more, "flash", "causal top-left"),
+    _held_out(fourth.bias_of_the_sequence_before, "sdpa", "mask or bias broadcast wrong"),
+    _held_out(fourth.mask_of_the_first_sequence_without_heads, "sdpa", "mask or bias broadcast wrong"),
+    _held_out(fourth.slopes_of_the_first_sequence, "flash", "ALiBi of another sequence"),
+    # Scores and the softmax.
+    _held_out(fourth.scale_without_its_sign, "sdpa", "scale without its sign"),
+    _held_out(fourth.scale_in_bf16, "sdpa", "scale rounded"),
+    _held_out(fourth.product_in_fp16_before_the_scale, "sdpa", "rounded too early"),
+    _held_out(fourth.eager_in_the_input_dtype, "sdpa", "rounded too early"),
+    _held_out(fourth.scores_clamped, "flash", "scores clamped"),
+    _held_out(fourth.keys_past_8192_hidden, "flash", "keys past a limit"),
+    _held_out(fourth.lonely_last_key_twice, "flash", "key counted twice"),
+    _held_out(fourth.not_rescaled_with_whole_tiles, "sdpa", "accumulator not rescaled"),
+    _held_out(fourth.small_rises_forgotten, "sdpa", "sum and accumulator not rescaled"),
+    _held_out(fourth.empty_rows_divided_by_zero, "flash", "rows without keys"),
+    _held_out(fourth.keys_in_another_order_each_time, "sdpa", "race"),
+    _held_out(fourth_caches.sink_counted_twice, "attnworks", "sink counted twice"),
+    _held_out(fourth_caches.sink_in_the_lse_alone, "attnworks", "sink only in the LSE"),
+    _held_out(fourth_caches.softcap_always_first, "attnworks", "scores in another order"),
+    # Results and gradients.
+    _held_out(fourth.last_row_lost_now_and_then, "sdpa", "race"),
+    _held_out(fourth.last_row_stays_in_the_buffer, "sdpa", "last query tile dropped"),
+    _held_out(fourth.lse_of_empty_rows_is_0, "flash", "LSE of rows without keys"),
+    _held_out(fourth_backward.dk_halved_in_the_tail, "sdpa", "dK, dV of the last tile wrong"),
+    _held_out(fourth_backward.dk_of_the_tail_is_the_tiles_before, "sdpa", "dK, dV of the last tile wrong"),
+    _held_out(fourth_backward.dq_of_64_rows_only, "sdpa", "dQ of later rows lost"),
+    _held_out(fourth_backward.dv_divided_by_the_group, "sdpa", "dK, dV averaged over the group"),
+    _held_out(fourth_backward.dv_in_fp16, "sdpa", "backward in 16 bits"),
+    # Packed sequences and caches.
+    _held_out(fourth_caches.packed_lse_in_base_2, "flash_varlen", "LSE in base 2"),
+    _held_out(fourth_caches.last_of_three_pages_dropped, "flash_kvcache", "tail dropped"),
+    _held_out(fourth_caches.page_after_a_full_one, "flash_kvcache", "wrong page"),
+    _held_out(fourth_caches.table_rows_as_short_as_needed, "flash_kvcache", "wrong page"),
+    _held_out(fourth_caches.reads_one_slot_more, "flash_kvcache", "length off by one"),
+    # Nothing to be named.
+    _held_out(fourth.very_negative_lses_shrink, "flash", None),
+    _held_out(fourth.right_chain, "flash", None, right=True),
+    _held_out(fourth.right_backwards, "sdpa", None, right=True),
+    _held_out(fourth.right_base_2, "flash", None, right=True),
+    _held_out(fourth.right_sixteen_splits, "flash", None, right=True),
+    _held_out(fourth.right_in_fp64, "sdpa", None, right=True),
+    _held_out(fourth.right_normalised_before_rounding, "sdpa", None, right=True),
+    _held_out(fourth.right_sum_rounded_once, "sdpa", None, right=True),
+    _held_out(fourth_backward.right_backward_of_its_own, "sdpa", None, right=True),
+    _held_out(fourth_caches.right_cache, "flash_kvcache", None, right=True),
+]
+"""A fourth set, by somebody else again, to get past ``verify``: most of it is wrong in few problems only."""
+
+FIFTH: list[HeldOut] = [
+    # What is reported most.
+    _held_out(fifth_common.chunk_as_if_from_the_start, "flash", "causal top-left"),
+    _held_out(fifth_common.hidden_from_one_further, "flash", "causal shows the next key"),
+    _held_out(fifth_common.window_does_not_count_itself, "flash", "window off by one"),
+    _held_out(fifth_common.statistics_stay_in_base_2, "flash", "LSE in base 2"),
+    _held_out(fifth_common.cap_for_another_call, "flash", "softcap missing"),
+    _held_out(fifth_common.keys_as_a_dense_block, "sdpa", "strides ignored"),
+    _held_out(fifth_common.prefill_without_the_table, "flash_kvcache", "wrong page"),
+    _held_out(fifth_common.scales_in_another_position, "attnworks_decode", "cache scale dropped"),
+    # Tile by tile, and in splits.
+    _held_out(fifth.first_64_channels, "flash", "channels left out"),
+    _held_out(fifth.values_as_wide_as_keys, "flash", "channels left out"),
+    _held_out(fifth.packed_row_is_the_query, "flash", "packed rows in the mask"),
+    _held_out(fifth.returns_before_it_writes, "flash", "rows without keys"),
+    _held_out(fifth.program_number_taken_apart_twice, "flash", "output in another place"),
+    _held_out(fifth.correction_by_exp, "flash", "correction by another exponent"),
+    _held_out(fifth.correction_without_the_scale, "flash", "correction by another exponent"),
+    _held_out(fifth.maximum_in_half, "flash", "running maximum rounded"),
+    _held_out(fifth.stage_before, "flash", "V of another tile"),
+    _held_out(fifth.probabilities_are_half, "flash", "rounded too early"),
+    _held_out(fifth.even_by_the_queries, "flash", "tail not masked"),
+    _held_out(fifth.loads_wrap_around, "flash", "tail not masked"),
+    _held_out(fifth.as_many_tiles_as_row_blocks, "flash", "causal loop ends early"),
+    _held_out(fifth.one_tile_is_on_the_diagonal, "flash", "diagonal tile not masked"),
+    _held_out(fifth.full_tiles_have_their_own_scale, "flash", "scale argument ignored"),
+    _held_out(fifth.one_length_for_both, "flash", "keys past the queries' count"),
+    _held_out(fifth.workspace_cleared_when_allocated, "flash", "race"),
+    # Masks and scores.
+    _held_out(fifth_scores.hidden_tile_comes_first, "flash", "hidden tiles give NaN"),
+    _held_out(fifth_scores.window_loop_rounded_up, "flash", "window loop begins late"),
+    _held_out(fifth_scores.mask_stays_at_its_first_tile, "sdpa", "mask or bias of the first tile"),
+    _held_out(fifth_scores.mask_rows_lie_seq_q_apart, "sdpa", "mask or bias row stride"),
+    _held_out(fifth_scores.least_number_for_hidden, "sdpa", "rows without keys"),
+    _held_out(fifth_scores.slope_of_the_kv_head, "flash", "ALiBi of another head"),
+    _held_out(fifth_scores.slopes_join_before_the_scale, "flash", "ALiBi scaled"),
+    _held_out(fifth_scores.masked_tiles_alone_are_capped, "flash", "softcap missing"),
+    _held_out(fifth_scores.cap_of_scores_in_base_2, "flash", "softcap of another size"),
+    _held_out(fifth_scores.sink_by_the_row, "flash", "sink of another head"),
+    _held_out(fifth_scores.sink_in_every_split, "flash", "sink in every split"),
+    # Backward.
+    _held_out(fifth_backward.saved_statistics_in_base_2, "flash", "P from another LSE"),
+    _held_out(fifth_backward.query_loop_begins_at_the_key, "flash", "dK, dV miss tiles"),
+    _held_out(fifth_backward.cap_differentiated_at_its_result, "flash", "softcap's derivative elsewhere"),
+    _held_out(fifth_backward.slopes_forward_only, "flash", "scores missing in backward"),
+    _held_out(fifth_backward.rows_without_keys_make_nan, "flash", "empty rows in gradients"),
+    _held_out(fifth_backward.bias_gradient_of_the_first, "sdpa", "dBias not summed"),
+    _held_out(fifth_backward.gradients_in_the_wrong_order, "sdpa", "dK and dV swapped"),
+    _held_out(fifth_backward.delta_read_rows_first, "sdpa", "delta wrong"),
+    _held_out(fifth_backward.sink_pulled_the_other_way, "flash", "dSink's sign"),
+    # Packed sequences.
+    _held_out(fifth_packed.statistics_reshaped, "flash_varlen", "LSE in another place"),
+    _held_out(fifth_packed.accumulators_of_the_last_work, "flash_varlen", "rows without keys"),
+    _held_out(fifth_packed.self_attention_lengths, "flash_varlen", "keys past the queries' count"),
+    _held_out(fifth_packed.tile_belongs_to_its_first_row, "flash_varlen", "sequences mixed"),
+    _held_out(fifth_packed.longest_first_and_never_back, "flash_varlen", "output in another place"),
+    _held_out(fifth_packed.last_offset_included, "flash_varlen", "length off by one"),
+    # Caches.
+    _held_out(fifth_caches.appended_one_slot_on, "flash_kvcache", "new keys in the wrong slot"),
+    _held_out(fifth_caches.splits_that_had_no_work, "flash_kvcache", "merge of empty splits"),
+    _held_out(fifth_caches.window_of_the_last_query, "flash_kvcache", "one window for all queries"),
+    _held_out(fifth_caches.queries_are_counted_again, "flash_kvcache", "slots past the end"),
+    _held_out(fifth_caches.empty_caches_divide_by_nothing, "flash_kvcache", "rows without keys"),
+    _held_out(fifth_caches.scale_by_the_query_head, "attnworks_decode", "cache scale of another head"),
+    _held_out(fifth_caches.one_scale_by_copy_and_paste, "attnworks_decode", "V by K's scale"),
+    _held_out(fifth_caches.key_scale_folded_and_applied, "attnworks_decode", "cache scale twice"),
+    _held_out(fifth_caches.bytes_without_a_sign, "attnworks_decode", "cache read without sign"),
+    # Nothing to be named.
+    _held_out(fifth.splits_end_at_whole_tiles, "flash", None),
+    _held_out(fifth_right.right_alibi_by_key_number, "flash", None, right=True),
+    _held_out(fifth_right.right_last_tile_first, "flash", None, right=True),
+    _held_out(fifth_right.right_keys_less_the_first, "flash", None, right=True),
+    _held_out(fifth_right.right_backward_without_statistics, "flash", None, right=True),
+    _held_out(fifth_right.right_padded_everywhere, "sdpa", None, right=True),
+    _held_out(fifth_right.right_keys_by_queries, "sdpa", None, right=True),
+    _held_out(fifth_right.right_one_matrix_for_the_pack, "flash_varlen", None, right=True),
+    _held_out(fifth_right.right_pages_as_they_lie, "flash_kvcache", None, right=True),
+    _held_out(fifth_right.right_scales_outside, "attnworks_decode", None, right=True),
+]
+"""A fifth set, from what ports and tunings got wrong in public repositories, for what was changed in sight of the sets
+before it; all of it is right inside ``third.repaired()``."""

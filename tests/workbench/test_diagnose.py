@@ -9,8 +9,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from attnworks.masks import Causal
 from attnworks.workbench import catalogue
-from attnworks.workbench.addresses import WAYS
 from attnworks.workbench.cli import main
 from attnworks.workbench.diagnose import diagnose, symptoms
 from attnworks.workbench.diagnose.causes import CAUSES
@@ -20,7 +20,8 @@ from attnworks.workbench.diagnose.patterns import in_weights, on_which, tile_siz
 from attnworks.workbench.diagnose.probes import Bench, Probe, probes
 from attnworks.workbench.diagnose.script import standalone
 from attnworks.workbench.diagnose.shrink import shrink
-from attnworks.workbench.mutants import FAULTS, Mutant
+from attnworks.workbench.faults import FAULTS, WAYS
+from attnworks.workbench.mutants import Mutant
 from foreign_kernels import FOREIGN, Foreign, blocked, naive
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -129,6 +130,34 @@ def by_sequence() -> Corpus:
 def test_what_another_sequence_has_is_known(by_sequence: Corpus, fault: str, way: int) -> None:
     found = by_sequence.rank(by_sequence.observe(Mutant(fault, way=way)))
     assert (found[0].fault, round(found[0].distance, 2)) == (fault, 0)
+
+
+class _OnOnePath(_Packed):
+    """Has its fault in causal calls only."""
+
+    def __call__(self, inputs, **options):  # type: ignore[no-untyped-def]
+        fault, self.fault = self.fault, self.fault if inputs.masks == [Causal()] else ""
+        try:
+            return super().__call__(inputs, **options)
+        finally:
+            self.fault = fault
+
+
+def test_a_fault_on_one_path_of_several_is_named_with_reserve(packed: Corpus) -> None:
+    found = diagnose(_OnOnePath("scale twice"), corpus=packed)
+    assert (found.candidates[0].fault, found.candidates[0].narrowed) == ("scale twice", True)
+    assert found.certainty == "likely" and found.patterns[0] == "fails exactly with a causal mask"
+    assert any("only the failing calls take" in line for _, lines in explain(found) for line in lines)
+
+
+def test_a_result_that_is_wrong_once_changes_from_call_to_call() -> None:
+    class Once(Mutant):
+        def __call__(self, inputs, **options):  # type: ignore[no-untyped-def]
+            out, lse = super().__call__(inputs, **options)
+            return out * (1 + (self._calls == 1)), lse
+
+    corpus = Corpus([_probe("falling maximum"), _probe("large scores"), _probe("softcap, causal")])
+    assert diagnose(Once(), corpus=corpus).candidates[0].fault == "changes from call to call"
 
 
 def test_patterns_name_the_head_dim() -> None:

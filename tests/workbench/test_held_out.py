@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import random
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -21,11 +22,11 @@ from attnworks.workbench.conventions import as_subject
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.oracle import Tensors, expect, roundoff
 from attnworks.workbench.subjects import Declined
-from workbench.held_out import CAUSES, SECOND, SUBJECTS, THIRD, HeldOut
+from workbench.held_out import CAUSES, FIFTH, FOURTH, SECOND, SUBJECTS, THIRD, HeldOut
 from workbench.held_out_kernels import third
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ALL = SUBJECTS + SECOND + THIRD
+ALL = SUBJECTS + SECOND + THIRD + FOURTH + FIFTH
 
 CAUSAL = (Causal(),)
 BF16 = torch.bfloat16
@@ -49,6 +50,7 @@ _NAMED = {
     "strongly negative": replace(_PLAIN, generator="strongly negative"),
     "strongly negative, gradients": replace(_PLAIN, generator="strongly negative", gradients=True),
     "scale": replace(_PLAIN, scale=0.3),
+    "scale 2, causal": replace(_PLAIN, scale=2.0, mask=CAUSAL),
     "head dims 40/80": replace(_PLAIN, head_dim=40, head_dim_v=80),
     "one NaN": replace(_PLAIN, generator="nan query"),
     "swapped strides": replace(_PLAIN, memory="swapped"),
@@ -80,7 +82,56 @@ _NAMED = {
     "8-bit cache": replace(_CACHE, dtype=BF16, cache_dtype=torch.int8),
     "bf16, 8k keys": replace(_PLAIN, dtype=BF16, batch=1, seq_q=3, seq_kv=8192),
 }
-CASES = [replace(case, name=f"held out: {name}") for name, case in _NAMED.items()]
+NARROW = [
+    replace(_PLAIN, heads_q=6),
+    replace(_PLAIN, heads_q=8, heads_kv=8),
+    replace(_PLAIN, scale=-0.7),
+    replace(_PLAIN, seq_q=40, seq_kv=40, scale=4.0, mask=CAUSAL),
+    replace(_PLAIN, dtype=torch.float16, generator="rising maximum"),
+    replace(_PLAIN, seq_kv=97),
+    replace(_PLAIN, seq_kv=256),
+    replace(_PLAIN, batch=1, seq_q=3, seq_kv=9000),
+    replace(_PLAIN, head_dim=160),
+    replace(_PLAIN, mask=(BooleanRule("b1qk"),)),
+    replace(_SCORED, scores=(BiasRule("1hqk"), Softcap(2.0))),
+    replace(_SCORED, scores=(AlibiRule(True),)),
+    replace(_CACHE, lengths=((2, 32), (2, 64), (2, 16))),
+]
+"""Where the fourth set's faults show, which few problems have."""
+_SHOWING_THE_FIFTH = {
+    name: _NAMED[name]
+    for name in (
+        *("plain", "causal", "grouped, causal, square", "scale", "head dims 40/80", "window", "boolean mask"),
+        *(
+            "softcap",
+            "sink",
+            "swapped strides",
+            "packed, causal",
+            "packed, grouped",
+            "pages",
+            "cache, append",
+            "8-bit cache",
+        ),
+    )
+} | {
+    "whole tiles of queries": replace(_PLAIN, seq_q=64),
+    "head dim 128": replace(_PLAIN, head_dim=128, head_dim_v=128),
+    "grouped, alibi": replace(_PLAIN, heads_q=8, scores=(AlibiRule(),), gradients=True),
+    "bias without heads, gradients": replace(_SCORED, scores=(BiasRule("b1qk"),), gradients=True),
+    "sinks of their own": replace(_SCORED, scores=(SinkRule(),)),
+    "causal, more queries, gradients": replace(_PLAIN, seq_q=90, seq_kv=60, mask=CAUSAL, gradients=True),
+    "cache, window": replace(_CACHE, page_size=0, seq_q=3, lengths=((3, 33), (3, 77), (3, 50)), mask=(Window(9, 0),)),
+    "cache, empty": replace(_CACHE, page_size=0, lengths=((2, 33), (2, 0), (2, 7))),
+    "8-bit cache, grouped": replace(_CACHE, dtype=BF16, cache_dtype=torch.int8, heads_q=4, heads_kv=2),
+}
+CASES, FEW = (
+    [replace(case, name=f"held out: {name}") for name, case in named.items()] for named in (_NAMED, _SHOWING_THE_FIFTH)
+)
+
+
+def _cases(held: HeldOut) -> list[Case]:
+    return FEW if held in FIFTH else CASES
+
 
 LARGEST_SCORE = {"rising maximum": 30, "large scores": 1e4, "strongly negative": 1e4}
 
@@ -118,6 +169,8 @@ def _miss(held: HeldOut, case: Case) -> float | None:
         out, lse = subject(inputs)
     except Declined:
         return None
+    except IndexError:  # it followed a page number into nowhere
+        return math.inf
     if any(not torch.equal(_bits(x), _bits(old)) for x, old in zip(_read_only(inputs), before, strict=True)):
         return math.inf
     if bool((inputs.outside(out) != 0).any()):
@@ -128,6 +181,16 @@ def _miss(held: HeldOut, case: Case) -> float | None:
     if leaves and out.requires_grad:
         got |= _gradients(inputs, leaves, out, lse)
     return _distance(got, _expected(case), roundoff(case.dtype))
+
+
+def _changes(held: HeldOut) -> bool:
+    """Whether 200 calls differ in a bit."""
+    random.seed(0)
+    subject, inputs = as_subject(held.function, held.convention), _built(_NAMED["plain"])
+    if subject.reasons(inputs):
+        return False
+    first = subject(deepcopy(inputs))[0]
+    return any(not torch.equal(subject(deepcopy(inputs))[0], first) for _ in range(200))
 
 
 def _groups(held: HeldOut) -> bool:
@@ -171,8 +234,11 @@ def _distance(got: Tensors, want: Tensors, unit: float) -> float:
 
 @pytest.mark.parametrize("held", [held for held in ALL if not held.right], ids=lambda held: held.function.__name__)
 def test_wrong_kernels_miss_by_far_more_than_rounding(held: HeldOut) -> None:
+    if held.cause == "race" and _changes(held):
+        return
     largest = 0.0
-    for case in CASES * (5 if held.cause == "race" else 1):
+    cases = [*CASES, *NARROW] if held in FOURTH else _cases(held)
+    for case in cases * (5 if held.cause == "race" else 1):
         if case.heads_q != case.heads_kv and not _groups(held):
             continue
         largest = max(largest, (_miss(held, case) or 0) / _rounding(case))
@@ -183,16 +249,16 @@ def test_wrong_kernels_miss_by_far_more_than_rounding(held: HeldOut) -> None:
 
 @pytest.mark.parametrize("held", [held for held in ALL if held.right], ids=lambda held: held.function.__name__)
 def test_right_kernels_miss_by_no_more_than_rounding(held: HeldOut) -> None:
-    misses = {case: _miss(held, case) for case in CASES}
+    misses = {case: _miss(held, case) for case in _cases(held)}
     done = {case: miss for case, miss in misses.items() if miss is not None}
     assert len(done) >= 2
     assert not {case.name: miss for case, miss in done.items() if miss > _rounding(case)}
 
 
-@pytest.mark.parametrize("held", [held for held in THIRD if not held.right], ids=lambda held: held.function.__name__)
-def test_third_kernels_have_no_other_fault(held: HeldOut) -> None:
+@pytest.mark.parametrize("held", [held for held in THIRD + FIFTH if not held.right], ids=lambda h: h.function.__name__)
+def test_kernels_have_no_other_fault(held: HeldOut) -> None:
     with third.repaired():
-        misses = {case: _miss(held, case) for case in CASES if case.heads_q == case.heads_kv or _groups(held)}
+        misses = {case: _miss(held, case) for case in _cases(held) if case.heads_q == case.heads_kv or _groups(held)}
     done = {case: miss for case, miss in misses.items() if miss is not None}
     assert len(done) >= 2
     assert not {case.name: miss for case, miss in done.items() if miss > _rounding(case)}
@@ -205,8 +271,14 @@ def test_every_cause_is_defined_and_used() -> None:
 
 @pytest.mark.parametrize(
     ("held", "named", "causes", "unnamed", "right"),
-    [(SUBJECTS, 45, 45, 4, 6), (SECOND, 45, 30, 3, 4), (THIRD, 60, 50, 5, 4)],
-    ids=["first", "second", "third"],
+    [
+        (SUBJECTS, 45, 45, 4, 6),
+        (SECOND, 45, 30, 3, 4),
+        (THIRD, 60, 50, 5, 4),
+        (FOURTH, 35, 28, 1, 9),
+        (FIFTH, 60, 48, 1, 8),
+    ],
+    ids=["first", "second", "third", "fourth", "fifth"],
 )
 def test_every_set_is_wide(held: list[HeldOut], named: int, causes: int, unnamed: int, right: int) -> None:
     """At least so many kernels with a cause, causes, kernels with a fault that must not be named, and right ones."""

@@ -1,9 +1,5 @@
-"""Where a kernel finds its keys, in packed sequences and caches: with a switch for each fault, and the ways it is made.
-
-To whoever looks for it "the wrong page" is one mistake; kernels make it by repeating a page, by another sequence's row
-of the table, by a page size that is compiled in. ``WAYS`` counts, for each fault, the ways beyond the first. ``verify``
-is proven on the first; ``diagnose`` compares a kernel with all of them and calls them by one name.
-"""
+"""Where a kernel finds its keys, in packed sequences and caches: with a switch for each fault and the ways it is made
+(``faults.WAYS``)."""
 
 from __future__ import annotations
 
@@ -13,34 +9,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-
-WAYS = {
-    "key offsets from queries": 8,
-    "sequences not apart": 6,
-    "causal from other lengths": 3,
-    "tail keys unmasked": 1,
-    "tail rows unwritten": 1,
-    "cache lengths ignored": 6,
-    "longest length for all": 3,
-    "last key dropped": 1,
-    "pages in order": 2,
-    "page repeated": 2,
-    "stale page": 7,
-    "new keys not appended": 2,
-    "new keys in the wrong slot": 3,
-    "k_scale dropped": 4,
-    "v_scale dropped": 2,
-    "hidden tiles give NaN": 3,
-    "KV head by remainder": 1,
-    "KV head 0 for all": 1,
-    "K and V heads differ": 5,
-    "splits averaged": 2,
-    "mask of head 0": 4,
-    "bias of sequence 0": 3,
-    "alibi of the wrong head": 1,
-    "sum not rescaled": 1,
-    "scale of the padded head_dim": 1,
-}
 
 
 @dataclass(frozen=True)
@@ -62,7 +30,7 @@ class Addresses:
             read = [self._moved(n, ends_q, ends_kv, lengths) for n in range(len(own))]
         elif self.has("sequences not apart"):
             read = [self._mixed(n, s, ends_kv[-1], max(lengths)) for n, s in enumerate(own)]
-        elif self.has("tail keys unmasked") and self.way:
+        elif self.has("tail keys unmasked") and self.way == 1:
             read = [
                 slice(s.start, min(s.start + self._rounded(n), ends_kv[-1])) for n, s in zip(lengths, own, strict=True)
             ]
@@ -126,7 +94,7 @@ class Addresses:
         elif self.has("cache lengths ignored") and self.way:
             step = (8, 16, 32, 64, 128, page_size or 256)[self.way - 1]
             read = [min(-(-n // step) * step, capacity) for n in lengths]
-        elif self.has("tail keys unmasked") and self.way:
+        elif self.has("tail keys unmasked") and self.way == 1:
             read = [min(self._rounded(n), capacity) for n in lengths]
         counted = lengths
         if self.has("causal from other lengths"):
@@ -193,13 +161,24 @@ class Addresses:
             wrong = (heads // count).clamp(max=count - 1) if self.way else torch.zeros_like(heads)
             return wrong, wrong
         if self.has("KV head by remainder"):
-            wrong = count - 1 - own if self.way else heads % count
+            turned = (heads % max(heads_q // count, 1)).clamp(max=count - 1)
+            wrong = (heads % count, count - 1 - own, (own + 1) % count, turned)[self.way]
             return wrong, wrong
         if self.has("K and V heads differ"):
             turned, next_one = heads % count, (own + 1) % count
             pairs = ((own, own.flip(0)), (own, turned), (turned, own), (own, 0 * own), (own, next_one), (0 * own, own))
             return pairs[self.way]
         return own, own
+
+    def stored(self, heads_q: int, heads_kv: int) -> Tensor:
+        """The head whose output lies where each head's belongs."""
+        heads = torch.arange(heads_q)
+        if self.way == 1:
+            return heads.flip(0)
+        if self.way == 2:  # (group, heads_kv) where it must be (heads_kv, group)
+            return heads.view(max(heads_kv, 1), -1).T.flatten()
+        heads[[0, -1]] = heads[[-1, 0]]
+        return heads
 
     def _rounded(self, length: int) -> int:
         return -(-length // self.tile) * self.tile

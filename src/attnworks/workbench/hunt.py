@@ -9,7 +9,8 @@ from typing import Any
 
 from attnworks.workbench import catalogue, properties
 from attnworks.workbench.cases import Case
-from attnworks.workbench.mutants import FAULTS, Mutant
+from attnworks.workbench.faults import FAULTS
+from attnworks.workbench.mutants import Mutant
 from attnworks.workbench.verify import Answers, Progress, Result, fresh_memory_poisoned, verify_case, verify_properties
 
 

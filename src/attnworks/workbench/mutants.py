@@ -1,6 +1,6 @@
 """Mutants: attention with one fault each, every one of which the checks must reject (``hunt.py``).
 
-``FAULTS`` lists them; ``Mutant`` makes one a subject of ``verify``, through the same checks as any backend.
+``faults.py`` lists them; ``Mutant`` makes one a subject of ``verify``, through the same checks as any backend.
 The kernel that the faults are built into is in ``tiled.py``, where it finds its keys in ``addresses.py``.
 """
 
@@ -13,152 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnworks.scores import Bias, Sink
-from attnworks.workbench import tiled
+from attnworks.scores import Bias, Sink, Softcap
+from attnworks.workbench import modifiers, tiled
 from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_first
+from attnworks.workbench.faults import FAULTS
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.subjects import Outcome
-
-# Each fault and the cases on which it should show, tried first; the other quick cases follow.
-FAULTS = {
-    # the online softmax
-    "accumulator not rescaled": "stress: rising maximum, fp32",
-    "sum not rescaled": "stress: rising maximum, fp32",
-    "rescaled upside down": "stress: rising maximum, fp32",
-    "not divided by the sum": "hand: full",
-    "maximum not subtracted": "stress: large scores, fp32",
-    "finite initial maximum": "stress: strongly negative, fp32",
-    "first tile only": "stress: rising maximum, fp32",
-    "last tile only": "stress: falling maximum, fp32",
-    "accumulator overwritten by each tile": "stress: normal, fp32",
-    "rescaled after adding": "stress: rising maximum, fp32",
-    "exp2 for exp": "hand: full",
-    "first key dropped": "hand: full",
-    "last key dropped": "hand: full",
-    "last partial tile dropped": "size: 97",
-    "tail keys unmasked": "size: 97",
-    "softmax over queries": "hand: full",
-    "splits averaged": "stress: normal, fp32",
-    "splits summed": "stress: normal, fp32",
-    "tail rows unwritten": "size: 97",
-    "NaN swallowed": "stress: nan query, fp32",
-    # precision
-    "fp16 accumulation": "stress: few queries on 16k keys, fp16",
-    "sum in low precision": "stress: few queries on 16k keys, bf16",
-    "products in tf32": "stress: normal, fp32",
-    "scores rounded": "stress: large scores, bf16",
-    "probs in fp8": "size: 97, causal, bf16",
-    # scale, masks, empty rows
-    "scale of the model width": "size: 97",
-    "scale missing": "hand: full",
-    "scale twice": "hand: full",
-    "scale argument ignored": "hand: full",
-    "scale of head_dim_v": "unequal dims: 192/128, bf16",
-    "scale of the padded head_dim": "head dim: 40",
-    "causal hides itself": "hand: causal",
-    "causal shows the next": "hand: causal",
-    "causal ignored": "hand: causal",
-    "causal upside down": "hand: causal",
-    "causal by tile": "hand: causal",
-    "diagonal tile skipped": "size: 97, causal, bf16",
-    "causal from other lengths": "varlen unequal, causal, fp32",
-    "causal before the append": "decode, append, fp32",
-    "aligned top-left": "hand: two queries*",
-    "aligned bottom-right": "causal top-left: 40 on 100",
-    "window one short": "hand: window*",
-    "window one long": "hand: window*",
-    "window one long on the right": "window 7, 5: 100 on 100",
-    "window without left end": "hand: window*",
-    "window without right end": "window 7, 5: 100 on 100",
-    "mask of head 0": "boolean mask bhqk",
-    "boolean mask inverted": "boolean mask bhqk",
-    "boolean mask ignored": "boolean mask bhqk",
-    "masked after softmax": "hand: causal",
-    "hidden scores are 0": "hand: causal",
-    "hidden scores are -10000": "rows without keys, fp32",
-    "empty rows give NaN": "rows without keys, fp32",
-    "hidden tiles give NaN": "rows without keys, fp32",
-    "empty rows give the mean": "rows without keys, fp32",
-    "finite lse of empty rows": "rows without keys, fp32",
-    # LSE and score modifiers
-    "lse in base 2": "hand: full",
-    "lse not written": "hand: full",
-    "lse without the maximum": "hand: full",
-    "sink ignored": "hand: sink",
-    "sink scaled": "sink, fp32",
-    "sink outside the maximum": "sink 30000",
-    "sink left out of the lse": "hand: sink",
-    "softcap ignored": "softcap 2",
-    "softcap by exponentials": "softcap 20 of large scores",
-    "softcap before scale": "softcap 2",
-    "softcap after mask": "softcap 2, causal",
-    "alibi sign": "alibi",
-    "alibi distance signed": "alibi, not causal",
-    "alibi from the first key": "alibi",
-    "alibi of the wrong head": "alibi",
-    "bias of head 0": "bias that hides",
-    "bias of sequence 0": "bias b1qk",
-    "bias scaled": "bias b1qk",
-    "bias ignored": "bias b1qk",
-    # heads, strides, lengths, pages
-    "KV head by remainder": "heads: 6/3",
-    "K and V heads differ": "heads: 6/3",
-    "KV head 0 for all": "heads: 6/3",
-    "K and V exchanged": "hand: full",
-    "K and V of sequence 0": "heads: 6/3",
-    "strides ignored": "strides: gapped, bhsd",
-    "sequences not apart": "varlen unequal, causal, fp32",
-    "key offsets from queries": "varlen unequal, causal, fp32",
-    "rows past the end unwritten": "varlen unequal, causal, fp32",
-    "cache lengths ignored": "decode, grouped, fp32",
-    "one slot too many": "decode, grouped, fp32",
-    "longest length for all": "decode, grouped, fp32",
-    "tail weighted by 0": "decode, grouped, fp32",
-    "pages in order": "decode, 4 queries, causal, pages of 17",
-    "page repeated": "decode, 4 queries, causal, pages of 17",
-    "stale page": "decode, 4 queries, causal, pages of 17",
-    "page stride from sizes": "decode, strided, pages of 16, fp32",
-    "new keys not appended": "decode, append, pages of 16, fp32",
-    "new keys in the wrong slot": "decode, append, fp32",
-    "k_scale dropped": "decode, int8 cache",
-    "v_scale dropped": "decode, int8 cache",
-    "writes into q": "strides: gapped, bhsd",
-    # backward
-    "delta missing": "hand: full",
-    "delta of the wrong sign": "hand: full",
-    "dS without probs": "hand: full",
-    "probs not normalised in backward": "hand: full",
-    "lse cotangent ignored": "rows without keys, fp32",
-    "dq not scaled": "hand: full",
-    "dk not scaled": "hand: full",
-    "dq scaled twice": "hand: full",
-    "dk scaled twice": "hand: full",
-    "dk, dv of the last query tile": "size: 97",
-    "dq overwritten by each tile": "size: 97",
-    "last tile missing in dq": "size: 97",
-    "dk, dv of one query head": "hand: two query heads*",
-    "mask missing in backward": "hand: causal",
-    "softcap slope missing": "softcap 2",
-    "bias gradient scaled": "bias b1qk",
-    "sink gradient missing": "hand: sink",
-    "empty rows leak into gradients": "rows without keys, fp32",
-    "padding scored 0 in backward": "stress: strongly negative, fp32",
-    "dS in fp8": "hand: full",
-    # what only properties see
-    "changes from call to call": "heads: 8/2",
-    "batch changes the tiles": "strides: gapped, bshd",
-}
 
 
 class Mutant:
     """Tiled attention with one fault ("" for none, which is right). It runs every case.
 
     ``tile_kv``: keys of a tile, and queries where a fault is one of query tiles; ``split_kv``: keys of a partial
-    result, 0 for one of all keys, -n for n equal ones; ``way``: how the fault is made (``addresses.WAYS``). Raises
+    result, 0 for one of all keys, -n for n equal ones; ``way``: how the fault is made (``faults.WAYS``). Raises
     ``ValueError`` for a fault that is not in ``FAULTS``."""
 
     def __init__(
-        self, fault: str = "", *, tile_kv: int = tiled.TILE, split_kv: int = tiled.SPLIT, way: int = 0
+        self, fault: str = "", *, tile_kv: int = modifiers.TILE, split_kv: int = modifiers.SPLIT, way: int = 0
     ) -> None:
         if fault and fault not in FAULTS:
             raise ValueError(f"fault: was {fault!r}, must be '' or one of FAULTS")
@@ -214,7 +85,9 @@ class Mutant:
             q, k, v = (_as_if_contiguous(x) for x in (q, k, v))
         if layout == "bshd":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        source = [0] * q.shape[0] if self.has("K and V of sequence 0") else list(range(q.shape[0]))
+        source = list(range(q.shape[0]))
+        if self.has("K and V of sequence 0"):
+            source = source[1:] + source[:1] if self.way else [0] * q.shape[0]
         outs, lses = self._attend_all([(q[b], k[source[b]], v[source[b]]) for b in range(q.shape[0])], **rest)
         if not outs:
             shape = (0, *q.shape[1:3], v.shape[-1])
@@ -271,6 +144,8 @@ class Mutant:
         limits = [length + new_keys for length in lens]
         if self.has("last key dropped") and self.way and new_keys:
             limits = [limit - 1 for limit in limits]
+        if size and self.has("last partial tile dropped") and self.way:
+            limits = [limit // size * size if limit > size else limit for limit in limits]
         unseen = self.has("causal before the append") or (self.has("new keys not appended") and self.way == 2)
         counted = [n + (0 if unseen else new_keys) for n in counted]
         whole = self.has("cache lengths ignored") and not self.way
@@ -319,6 +194,9 @@ class Mutant:
             self._attend(b, q, k, v, (limits or lengths)[b], (counted or lengths)[b], **rest)
             for b, (q, k, v) in enumerate(parts)
         ]
+        if len(pairs) > 1 and self.has("sequences left out"):
+            first = 1 if self.way else max(len(pairs) - 1, 1)
+            pairs[first:] = [(out * 0, lse * 0) for out, lse in pairs[first:]]
         return [out for out, _ in pairs], [lse for _, lse in pairs]
 
     def _attend(
@@ -333,6 +211,7 @@ class Mutant:
         scores: tuple[Any, ...],
         scale: float | None,
     ) -> tuple[Tensor, Tensor]:
+        default = q.shape[-1] ** -0.5
         if scale is None or self.has("scale argument ignored"):
             dim = (v if self.has("scale of head_dim_v") else q).shape[-1]
             if self.has("scale of the padded head_dim"):
@@ -341,6 +220,12 @@ class Mutant:
             if self.has("scale of the model width"):
                 dim *= q.shape[0]
             scale = dim**-0.5
+        if self.has("scale rounded"):
+            scale = float(torch.tensor(scale).to(torch.float16 if self.way else torch.bfloat16))
+        if self.has("scale without its sign"):
+            scale = abs(scale)
+        if len(scores) > 1 and self.has("scores in another order"):
+            scores = tuple(sorted(scores, key=lambda s: isinstance(s, Softcap) == bool(self.way)))
         seq_q, seq_kv = q.shape[1], k.shape[1]
         biases: dict[int, Tensor] = {}
         sink = None
@@ -353,15 +238,29 @@ class Mutant:
                     own = next_sequence(whole, b) if self.way == 4 else of_heads_first(whole, b, turned=self.way == 3)
                 else:
                     own = whole[b if whole.shape[0] > 1 and not self.has("bias of sequence 0") else 0]
+                own = own[:, :1] if self.has("bias of row 0") else own
+                if self.has("bias gradient not summed") and (b > 0 if self.way else own.shape[0] == 1):
+                    shared = whole.shape[0] == 1
+                    own = (own.detach() if shared else own) if self.way else self._of_one_head(own, q.shape[0])
                 own = own[:, : seq_q if own.shape[1] > 1 else 1, : seq_kv if own.shape[2] > 1 else 1]
                 biases[place] = own.expand(q.shape[0], seq_q, seq_kv)
             elif isinstance(score, Sink):
                 sink = score.logits
-        masks = tiled.flatten_mask(mask)
-        m = tiled.Modifiers(self.has, scale, masks, scores, b, seq_q, counted, limit, self.tile_kv, self.split_kv)
-        m.dtype, m.biases, m.addresses = q.dtype, biases, self.addresses
+                if self.has("sink of the wrong head"):
+                    heads = torch.arange(q.shape[0])
+                    sink = sink[(0 * heads, heads.flip(0), heads // (q.shape[0] // max(k.shape[0], 1) or 1))[self.way]]
+        masks = modifiers.flatten_mask(mask)
+        m = modifiers.Modifiers(self.has, scale, masks, scores, b, seq_q, counted, limit, self.tile_kv, self.split_kv)
+        m.dtype, m.biases, m.addresses, m.default_scale = q.dtype, biases, self.addresses, default
         out, lse = tiled.Attend.apply(m, q, k, v, sink, *biases.values())  # type: ignore[no-untyped-call]
+        if q.shape[0] > 1 and self.has("heads of the output exchanged"):
+            out = out[self.addresses.stored(out.shape[0], k.shape[0])]
         return out, lse
+
+    @staticmethod
+    def _of_one_head(bias: Tensor, heads: int) -> Tensor:
+        """(heads, rows, keys) of a bias that all heads share, whose gradient is the first one's."""
+        return torch.cat((bias, bias.detach().expand(heads - 1, -1, -1)))
 
 
 def _as_if_contiguous(x: Tensor) -> Tensor:

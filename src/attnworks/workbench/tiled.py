@@ -8,161 +8,15 @@ not hide behind it. Rows are not tiled: no fault needs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import reduce
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnworks.masks import AllOf, Causal, Window
-from attnworks.scores import ALiBi, Bias, Sink, Softcap
-from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_first, shares
-
-TILE = 32
-SPLIT = 96
-Has = Callable[[str], bool]
-HIDDEN = {"hidden scores are -10000": -1e4, "empty rows give the mean": -1e9, "hidden scores are 0": 0.0}
-
-
-@dataclass
-class Modifiers:
-    """What turns scale · q k into scores, for one sequence, a tile of keys at a time."""
-
-    has: Has
-    scale: float
-    masks: list[Any]
-    scores: tuple[Any, ...]
-    sequence: int
-    seq_q: int
-    seq_kv: int
-    limit: int  # keys of the sequence; more may have been loaded
-    tile_kv: int = TILE
-    split_kv: int = SPLIT  # keys of a partial result; 0 for one of all keys, -n for n equal ones
-    biases: dict[int, Tensor] = field(default_factory=dict)  # by place among the scores, (heads_q, seq_q, seq_kv)
-    addresses: Addresses = field(default_factory=lambda: Addresses(lambda fault: False, 0, TILE))
-    shown: Tensor = field(default_factory=lambda: torch.empty(0))  # what the masks let through of the last tile
-
-    def tile(self, q: Tensor, k: Tensor, first: int, backward: bool = False) -> tuple[Tensor, list[Tensor | None]]:
-        """Scores (heads_q, seq_q, keys) of the keys from ``first`` on, hidden ones -inf, and each modifier's slope."""
-        has = self.has
-        i = torch.arange(self.seq_q).view(1, -1, 1)
-        j = torch.arange(first, first + k.shape[1]).view(1, 1, -1)
-        s = q @ k.transpose(-1, -2)
-        if not has("softcap before scale"):
-            s = s * self.scale
-        if has("scale missing"):
-            s = s / self.scale
-        if has("scale twice"):
-            s = s * self.scale
-        if has("scores rounded"):
-            s = s.to(self.dtype).to(s.dtype)
-        if has("NaN swallowed"):
-            s = s.nan_to_num(0)
-        shown = self.shown = self._shown(i, j, backward)
-        if has("masked after softmax") and not backward:
-            shown = (j < self.limit).expand_as(shown)
-        if has("softcap after mask"):
-            s = torch.where(shown, s, -torch.inf)
-        slopes: list[Tensor | None] = []
-        for place, modifier in enumerate(self.scores):
-            s, slope = self._modify(modifier, place, s, i, j)
-            slopes.append(slope)
-        if has("softcap before scale"):
-            s = s * self.scale
-        hidden = next((value for fault, value in HIDDEN.items() if has(fault)), -torch.inf)
-        if not has("softcap after mask"):
-            s = torch.where(shown, s, hidden)
-        return s, slopes
-
-    dtype: torch.dtype = torch.float32
-
-    def _modify(self, modifier: Any, place: int, s: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor | None]:
-        has = self.has
-        if isinstance(modifier, Softcap):
-            if has("softcap ignored"):
-                return s, None
-            x = s / modifier.cap
-            if has("softcap by exponentials"):
-                e = torch.exp(2 * x)
-                ratio = (e - 1) / (e + 1)
-            else:
-                ratio = torch.tanh(x)
-            return modifier.cap * ratio, None if has("softcap slope missing") else 1 - ratio * ratio
-        if isinstance(modifier, ALiBi):
-            slopes = modifier.slopes if modifier.slopes.dim() == 1 else modifier.slopes[self.sequence]
-            if has("alibi of the wrong head"):
-                slopes = modifier.slopes.view(-1, len(slopes))[0] if self.addresses.way else slopes.flip(0)
-            shift = 0 if has("alibi from the first key") else self.seq_kv - self.seq_q
-            behind = i + shift - j
-            penalty = slopes.view(-1, 1, 1) * (behind if has("alibi distance signed") else behind.abs())
-            return (s + penalty if has("alibi sign") else s - penalty), None
-        if isinstance(modifier, Bias):
-            bias = self.biases[place][..., int(j.min()) : int(j.max()) + 1].to(s.dtype)
-            if has("bias ignored"):
-                return s, None
-            if has("bias of head 0"):
-                bias = bias[:1]
-            if has("bias scaled"):
-                bias = bias * self.scale
-            return s + bias, None
-        if isinstance(modifier, Sink):
-            return s, None
-        h = torch.arange(s.shape[0]).view(-1, 1, 1)
-        return modifier(s, torch.tensor(self.sequence), h, i, j).to(s.dtype), None
-
-    def _shown(self, i: Tensor, j: Tensor, backward: bool) -> Tensor:
-        has = self.has
-        end = self.limit - (1 if has("last key dropped") and not self.addresses.way else 0)
-        shown = ((j < end) & (j > 0 if has("first key dropped") else j >= 0)).expand(1, self.seq_q, -1)
-        if backward and has("mask missing in backward"):
-            return shown
-        for mask in self.masks:
-            shift = self.seq_kv - self.seq_q
-            if isinstance(mask, Tensor):
-                whole = mask.expand(1, 1, 1, 1) if mask.dim() == 0 else mask[(None,) * (4 - mask.dim())]
-                own = whole[self.sequence if whole.shape[0] > 1 else 0]
-                if has("boolean mask ignored"):
-                    continue
-                if has("boolean mask inverted"):
-                    own = ~own
-                if has("mask of head 0"):
-                    turned = [of_heads_first(whole, self.sequence, turned) for turned in (False, True)]
-                    own = (own[:1], whole[0], *turned, next_sequence(whole, self.sequence))[self.addresses.way]
-                own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
-                shown = shown & own[:, : self.seq_q, int(j.min()) : int(j.max()) + 1]
-            elif isinstance(mask, Causal | Window):
-                if mask.align == "top-left" and not has("aligned bottom-right"):
-                    shift = 0
-                shift = 0 if has("aligned top-left") else shift
-                left, right = (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
-                shown = shown & self._bounds(i + shift, j, left, right, isinstance(mask, Causal))
-            else:
-                h = torch.arange(1).view(-1, 1, 1)
-                shown = shown & mask(torch.tensor(self.sequence), h, i, j)
-        return shown
-
-    def _bounds(self, origin: Tensor, j: Tensor, left: int | None, right: int | None, causal: bool) -> Tensor:
-        has = self.has
-        shown = torch.ones_like(origin + j, dtype=torch.bool)
-        if causal:
-            off = -1 if has("causal hides itself") else 1 if has("causal shows the next") else 0
-            if has("causal ignored"):
-                return shown
-            if has("causal by tile"):
-                return origin // self.tile_kv >= j // self.tile_kv
-            if has("diagonal tile skipped"):
-                return (j <= origin) & ((j // self.tile_kv < origin // self.tile_kv) | (origin < self.tile_kv))
-            if has("causal upside down"):
-                return j >= origin
-            return j <= origin + off
-        off = -1 if has("window one short") else 1 if has("window one long") else 0
-        if left is not None and not has("window without left end"):
-            shown = shown & (j >= origin - left - off)
-        if right is not None and not has("window without right end"):
-            shown = shown & (j <= origin + right + (1 if has("window one long on the right") else 0))
-        return shown
+from attnworks.scores import Bias
+from attnworks.workbench.addresses import shares
+from attnworks.workbench.modifiers import Modifiers, kept_channels
 
 
 def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -177,7 +31,10 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
     size = k.shape[1] if whole else m.split_kv if m.split_kv > 0 else -(k.shape[1] // m.split_kv)
     parts = [_split(m, q, k[:, a : a + size], v[:, a : a + size], a) for a in range(0, k.shape[1], size or 1)]
     if sink is not None and not has("sink ignored"):
-        logits = (sink * m.scale if has("sink scaled") else sink).view(-1, 1).expand(rows).to(q.dtype)
+        factor = (m.scale, math.log2(math.e), math.log(2))[m.addresses.way] if has("sink scaled") else 1.0
+        logits = (sink * factor).view(-1, 1).expand(rows).to(q.dtype)
+        if has("sink counted twice"):
+            logits = logits + math.log(len(parts) if m.addresses.way and parts else 2)
         if not has("sink outside the maximum"):
             parts.append((q.new_zeros(*rows, v.shape[-1]), logits))
     if not parts:
@@ -189,6 +46,8 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
     if sink is not None and has("sink outside the maximum"):
         total = total + torch.exp(sink.view(-1, 1) - torch.where(top == -torch.inf, 0, top))
     lse = torch.where(total == 0, -torch.inf, top + torch.log(total))
+    if has("sink only in the lse") and sink is not None:
+        total = weights[:-1].sum(0)
     if has("splits averaged"):
         sizes = [min(size, k.shape[1] - a) for a in range(0, k.shape[1], size or 1)]
         alike = shares(sizes, len(parts), m.addresses.way).to(q.dtype)
@@ -213,8 +72,11 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         if _skipped(m, start + first, k[:, keys].shape[1]):
             continue
         s, _ = m.tile(q, k[:, keys], start + first)
-        if has("tail keys unmasked") and not m.addresses.way:
-            s = torch.nn.functional.pad(s, (0, m.tile_kv - s.shape[-1]))
+        padding = m.tile_kv - s.shape[-1]
+        if has("tail keys unmasked") and m.addresses.way == 0:
+            s = torch.nn.functional.pad(s, (0, padding))
+        if has("tail keys unmasked") and m.addresses.way == 2:  # with copies of the last key
+            s = torch.cat((s[..., :-1], s[..., -1:] + math.log(1 + padding)), -1)
         new_top = torch.maximum(top, s.amax(-1, keepdim=True))
         if has("sum not rescaled") and m.addresses.way:  # the maximum follows only where it rises far
             new_top = torch.where(new_top > top + 8, new_top, top)
@@ -225,24 +87,39 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
             if has("hidden tiles give NaN") and not m.addresses.way
             else torch.where(new_top == -torch.inf, 0, new_top)
         )
-        exp = torch.exp2 if has("exp2 for exp") else torch.exp
+        exp = torch.exp2 if has("exp2 for exp") and not m.addresses.way else torch.exp
         p = exp(s - safe)
         alpha = exp(safe - top) if has("rescaled upside down") and first > 0 else exp(top - safe)
+        if has("sum and accumulator not rescaled"):
+            alpha = torch.where(safe - top < (1.0 if m.addresses.way else torch.inf), 1.0, alpha)
         total = total * (1 if has("sum not rescaled") else alpha) + p.sum(-1, keepdim=True)
         total = total.to(m.dtype).to(total.dtype) if has("sum in low precision") else total
         acc = acc * (1 if has("accumulator not rescaled") or has("rescaled after adding") else alpha)
         acc = acc * (0 if has("accumulator overwritten by each tile") else 1)
         p = p[..., : v[:, keys].shape[1]]
         p = p * m.shown if has("masked after softmax") else p
-        p = p.to(torch.float8_e4m3fn).to(p.dtype) if has("probs in fp8") else p.to(m.dtype).to(p.dtype)
-        low = has("fp16 accumulation") and m.dtype == torch.float16
-        acc = _accumulate_fp16(acc, p, v[:, keys]) if low else acc + p @ v[:, keys]
+        coarse = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)
+        p = p.to(coarse[m.addresses.way] if has("probs in fp8") else m.dtype).to(p.dtype)
+        low = has("fp16 accumulation") and m.dtype == torch.float16 and not m.addresses.way
+        values = _values(m, v, keys)
+        acc = _accumulate_fp16(acc, p, values) if low else acc + p @ values
+        if has("fp16 accumulation") and m.addresses.way:
+            acc = acc.to(torch.bfloat16 if m.addresses.way == 2 else m.dtype).to(acc.dtype)
         acc = acc * alpha if has("rescaled after adding") and first > 0 else acc
         top = new_top
     safe_total = total if _hidden_give_nan(m) else torch.where(total == 0, 1, total)
     out = acc if has("not divided by the sum") else acc / safe_total
-    lse = torch.where(total == 0, -30000.0 if has("finite lse of empty rows") else -torch.inf, top + torch.log(total))
+    stand_in = -30000.0 if has("finite lse of empty rows") and not m.addresses.way else -torch.inf
+    lse = torch.where(total == 0, stand_in, top + torch.log(total))
     return out, lse.squeeze(-1)
+
+
+def _values(m: Modifiers, v: Tensor, keys: slice) -> Tensor:
+    """The rows of V that P of a tile's keys meets."""
+    if m.has("V of another tile"):
+        back = -1 if m.addresses.way else min(m.tile_kv, keys.start)
+        return v[:, (torch.arange(v.shape[1])[keys] - back).clamp(max=v.shape[1] - 1)]
+    return v[:, keys]
 
 
 def _hidden_give_nan(m: Modifiers) -> bool:
@@ -254,7 +131,7 @@ def _skipped(m: Modifiers, first: int, size: int) -> bool:
     return (
         (m.has("first tile only") and first > 0)
         or (m.has("last tile only") and first + size < m.limit)
-        or (m.has("last partial tile dropped") and size < m.tile_kv)
+        or (m.has("last partial tile dropped") and not m.addresses.way and size < m.tile_kv)
     )
 
 
@@ -284,56 +161,90 @@ def backward(
     """(dq, dk, dv, dbias of each bias, dsink): P recomputed from the LSE, tile by tile. dk, dv have heads_q heads."""
     has = m.has
     delta = (d_out * out).sum(-1, keepdim=True)
-    if not has("lse cotangent ignored"):
-        delta = delta - torch.where(lse == -torch.inf, 0, d_lse)[..., None]
+    seen = torch.where(lse == -torch.inf, 0, d_lse)[..., None]
+    delta = delta - seen * ((-1 if m.addresses.way else 0) if has("lse cotangent ignored") else 1)
     if has("delta missing"):
         delta = torch.zeros_like(delta)
     if has("delta of the wrong sign"):
         delta = -delta
+    if has("delta of other rows") and delta.numel():
+        delta = delta.mean(1, keepdim=True).expand_as(delta) if m.addresses.way else delta.roll(1, 1)
     safe = (
         lse[..., None] if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)[..., None]
     )
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_biases = {place: torch.zeros_like(bias, dtype=q.dtype) for place, bias in m.biases.items()}
-    unnormalised = _top(m, q, k) if has("probs not normalised in backward") else safe
+    recomputed = _top(m, q, k) if has("probs not normalised in backward") else safe
+    if has("lse of the other base in backward"):
+        recomputed = recomputed * (math.log(2) if m.addresses.way else math.log2(math.e))
     for first in range(0, k.shape[1], m.tile_kv):
         keys = slice(first, first + m.tile_kv)
-        if has("last tile missing in dq") and first > 0 and first + m.tile_kv >= k.shape[1]:
-            continue
         s, slopes = m.tile(q, k[:, keys], first, backward=True)
-        p = torch.exp(s - unnormalised)
+        p = torch.exp(s - recomputed)
         padding = m.tile_kv - s.shape[-1] if has("padding scored 0 in backward") else 0
         dp = d_out @ v[:, keys].transpose(-1, -2)
-        rows = _last_rows(m) if has("dk, dv of the last query tile") else slice(None)
-        dv[:, keys] = p[:, rows].to(m.dtype).to(p.dtype).transpose(-1, -2) @ d_out[:, rows]
+        rows = _rows(m)
+        dv[:, keys] = _narrow(m, p[:, rows]).transpose(-1, -2) @ _narrow(m, d_out[:, rows])
         ds = (dp - delta) * (m.shown if has("dS without probs") else p)
         for place, (modifier, slope) in reversed(list(enumerate(zip(m.scores, slopes, strict=True)))):
             if isinstance(modifier, Bias):
-                d_biases[place][..., keys] = ds * m.scale if has("bias gradient scaled") else ds
+                factor = m.scale if has("bias gradient scaled") else 0.0 if has("bias gradient missing") else 1.0
+                d_biases[place][..., keys] = ds * factor
             elif slope is not None:
                 ds = ds * slope
-        ds = ds.to(torch.float8_e4m3fn).to(ds.dtype) if has("dS in fp8") else ds.to(m.dtype).to(ds.dtype)
+        ds = ds.to(torch.float8_e4m3fn).to(ds.dtype) if has("dS in fp8") else _narrow(m, ds, way=2)
         step = ds @ k[:, keys] * _scale(m, "dq")
         if padding:
             step = step + (torch.exp(0 - safe) * (0 - delta)) @ k.new_zeros(1, 1, k.shape[-1])
-        dq = step if has("dq overwritten by each tile") else dq + step
+        missing = first == 0 if m.addresses.way else first + m.tile_kv >= k.shape[1]
+        if not (missing and k.shape[1] > m.tile_kv and has("last tile missing in dq")):
+            dq = step if has("dq overwritten by each tile") else dq + step
         dk[:, keys] = ds[:, rows].transpose(-1, -2) @ q[:, rows] * _scale(m, "dk")
     d_sink = None
     if sink is not None:
         d_sink = -(torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]).sum(-1)
         if has("sink gradient missing"):
-            d_sink = torch.zeros_like(d_sink)
+            d_sink = -d_sink if m.addresses.way else torch.zeros_like(d_sink)
+    _leave_out(m, dq, dk, dv)
+    if has("dv scaled"):
+        dv = dv * m.scale
+    if has("dk and dv exchanged") and dk.shape == dv.shape:
+        dk, dv = dv, dk
     return dq, dk, dv, [d_biases[place] for place in m.biases], d_sink
+
+
+def _leave_out(m: Modifiers, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """What is never written."""
+    way, tile, seq_kv = m.addresses.way, m.tile_kv, dk.shape[1]
+    if m.has("tail rows unwritten in dq") and m.seq_q > tile:
+        dq[:, tile if way else m.seq_q // tile * tile :] = 0
+    if m.has("last tile missing in dk, dv") and seq_kv > tile:
+        for grad in ((dk, dv), (dk,), (dv,))[way]:
+            grad[:, (seq_kv - 1) // tile * tile :] = 0
+
+
+def _narrow(m: Modifiers, x: Tensor, way: int = 0) -> Tensor:
+    """P, dO or (``way``: 2) dS rounded to the input dtype, or with fewer bits."""
+    if m.has("backward in 16 bits") and m.addresses.way < 4 - way:
+        return x.to(torch.bfloat16 if m.addresses.way % 2 else torch.float16).to(x.dtype)
+    return x.to(m.dtype).to(x.dtype)
 
 
 def _scale(m: Modifiers, name: str) -> float:
     """What dS K or dS^T Q is multiplied by."""
+    if m.has("scale argument ignored in backward"):
+        return m.default_scale
     return 1.0 if m.has(f"{name} not scaled") else m.scale**2 if m.has(f"{name} scaled twice") else m.scale
 
 
-def _last_rows(m: Modifiers) -> slice:
-    """The queries of the last tile."""
-    return slice(max(m.seq_q - 1, 0) // m.tile_kv * m.tile_kv, None)
+def _rows(m: Modifiers) -> slice:
+    """The queries that dK and dV are sums over."""
+    last = max(m.seq_q - 1, 0) // m.tile_kv * m.tile_kv
+    if m.has("dk, dv of the last query tile"):
+        return slice(last, None)
+    if m.has("last query tile missing in dk, dv") and last:
+        return slice(m.tile_kv, None) if m.addresses.way else slice(None, last)
+    return slice(None)
 
 
 def _top(m: Modifiers, q: Tensor, k: Tensor) -> Tensor:
@@ -341,6 +252,16 @@ def _top(m: Modifiers, q: Tensor, k: Tensor) -> Tensor:
     tops = [m.tile(q, k[:, a : a + m.tile_kv], a)[0].amax(-1, keepdim=True) for a in range(0, k.shape[1], m.tile_kv)]
     top = torch.cat(tops, -1).amax(-1, keepdim=True) if tops else q.new_zeros(*q.shape[:2], 1)
     return torch.where(top == -torch.inf, 0, top)
+
+
+def _of_kv_heads(m: Modifiers, wide: Tensor, heads: Tensor, heads_kv: int, which: int) -> Tensor:
+    """dK (``which``: 1) or dV (2), by query heads, as what the KV heads get."""
+    group = max(wide.shape[0] // max(heads_kv, 1), 1)
+    if m.has("dk, dv of one query head") and m.addresses.way in (0, which, 3):
+        return wide[group - 1 if m.addresses.way == 3 else 0 :: group]
+    summed = wide.new_zeros(heads_kv, *wide.shape[1:]).index_add(0, heads, wide)
+    averaged = m.has("dk, dv averaged over the group") and m.addresses.way in (0, which)
+    return summed / group if averaged else summed
 
 
 class Attend(torch.autograd.Function):
@@ -357,18 +278,30 @@ class Attend(torch.autograd.Function):
         wide = [q_copy, k.to(compute)[ctx.heads], v.to(compute)[heads_v]]
         if m.has("K and V exchanged") and k.shape == v.shape:
             wide[1], wide[2] = wide[2], wide[1]
+        if q.dtype != torch.bfloat16 and m.has("inputs in bf16"):
+            wide = [x.bfloat16().to(compute) for x in wide]
         if m.has("products in tf32") and q.dtype == torch.float32:
             wide = [_in_tf32(x) for x in wide]
         out, lse = forward(m, wide[0], wide[1], wide[2], None if sink is None else sink.to(compute))
         ctx.m, ctx.sink, ctx.dtypes, ctx.heads_kv = m, sink, (q.dtype, k.dtype, v.dtype), k.shape[0]
         if m.has("tail rows unwritten") and (m.seq_q > m.tile_kv or m.addresses.way):
             out[:, m.seq_q // m.tile_kv * m.tile_kv :] = 0
+        if m.leaves_out(v.shape[-1]) and m.addresses.way > 3:
+            out[..., kept_channels(v.shape[-1], m.addresses.way) :] = 0
+        if q.dtype == torch.float32 and m.has("output in 16 bits"):
+            out = out.to(torch.float16 if m.addresses.way else torch.bfloat16)
         rounded = out.to(q.dtype)
         ctx.saved = (*wide, rounded.to(compute), lse)
         if m.has("lse in base 2"):
             return rounded, lse / torch.log(torch.tensor(2.0))
         if m.has("lse without the maximum"):
             return rounded, lse - _top(m, wide[0], wide[1])[..., 0]
+        if m.has("lse is the maximum"):
+            return rounded, _top(m, wide[0], wide[1])[..., 0]
+        if m.has("lse in low precision"):
+            return rounded, lse.to(torch.float16 if m.addresses.way else torch.bfloat16).to(lse.dtype)
+        if m.has("finite lse of empty rows") and m.addresses.way:
+            return rounded, torch.where(lse == -torch.inf, (0.0, torch.inf, torch.nan)[m.addresses.way - 1], lse)
         return rounded, torch.zeros_like(lse) if m.has("lse not written") else lse
 
     @staticmethod
@@ -379,13 +312,7 @@ class Attend(torch.autograd.Function):
         d_out, d_lse = (grad.to(q.dtype) for grad in grads)
         wide_sink = None if sink is None else sink.to(q.dtype)
         dq, dk, dv, d_biases, d_sink = backward(m, q, k, v, wide_sink, out, lse, d_out, d_lse)
-        narrow = []
-        for wide in (dk, dv):
-            if m.has("dk, dv of one query head"):
-                group = q.shape[0] // max(ctx.heads_kv, 1)
-                narrow.append(wide[:: max(group, 1)])
-            else:
-                narrow.append(wide.new_zeros(ctx.heads_kv, *wide.shape[1:]).index_add(0, ctx.heads, wide))
+        narrow = [_of_kv_heads(m, wide, ctx.heads, ctx.heads_kv, n) for n, wide in enumerate((dk, dv), 1)]
         dtypes = ctx.dtypes
         d_sink = None if d_sink is None or sink is None else d_sink.to(sink.dtype)
         return (
@@ -396,9 +323,3 @@ class Attend(torch.autograd.Function):
             d_sink,
             *(d.float() for d in d_biases),
         )
-
-
-def flatten_mask(mask: Any) -> list[Any]:
-    if mask is None:
-        return []
-    return reduce(lambda found, part: found + flatten_mask(part), mask.parts, []) if isinstance(mask, AllOf) else [mask]

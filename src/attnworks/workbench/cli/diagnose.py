@@ -18,8 +18,9 @@ from attnworks.workbench.diagnose import Diagnosis, kills
 from attnworks.workbench.diagnose import diagnose as run
 from attnworks.workbench.diagnose.explain import explain
 from attnworks.workbench.diagnose.script import standalone
+from attnworks.workbench.faults import FAULTS
 from attnworks.workbench.isolation import TIMEOUT
-from attnworks.workbench.mutants import FAULTS, Mutant
+from attnworks.workbench.mutants import Mutant
 from attnworks.workbench.probing import prepare
 from attnworks.workbench.subjects import Subject
 

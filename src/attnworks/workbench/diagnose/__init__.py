@@ -14,7 +14,7 @@ from typing import Any
 from attnworks.workbench.cases import Case
 from attnworks.workbench.diagnose import patterns
 from attnworks.workbench.diagnose.nearest import FAR, Candidate, Corpus, Progress
-from attnworks.workbench.diagnose.probes import Observation, Probe, probes
+from attnworks.workbench.diagnose.probes import Observation, Probe
 from attnworks.workbench.diagnose.shrink import shrink
 from attnworks.workbench.subjects import Subject
 from attnworks.workbench.verify import fresh_memory_poisoned, verify
@@ -52,7 +52,8 @@ class Diagnosis:
         rival = self.candidates[1].distance if len(self.candidates) > 1 else 1.0
         explained = self.candidates[0].explained >= MOST * self.candidates[0].wrong
         alone = explained and not self.candidates[0].second_fault
-        return "sure" if first <= NEAR and rival - first >= GAP and alone else "likely"
+        answered = bool(self.failing)  # not by where it raises alone
+        return "sure" if first <= NEAR and rival - first >= GAP and alone and answered else "likely"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -80,19 +81,17 @@ def diagnose(
     """Find out what is wrong with a kernel.
 
     ``cases``: failing ones, asked beside the probes; where neither they nor the probes fail, the quick cases of
-    ``verify`` are searched for one. ``corpus``: to use again what another diagnosis worked out, of the same seed and
-    cases.
+    ``verify`` are searched for one. ``corpus``: to use again what another diagnosis worked out, of the same seed.
     """
-    chosen = (*probes(seed), *(Probe(case.with_seed(seed)) for case in cases))
-    shared, corpus = corpus is not None, corpus or Corpus(chosen)
+    corpus = (corpus or Corpus(seed=seed)).view([Probe(case.with_seed(seed)) for case in cases])
     with fresh_memory_poisoned():
         seen = corpus.observe(subject, progress)
         if not any(one.failed for one in seen) and not cases:
             found = _search(subject, seed, progress)
             if found:
-                corpus = Corpus((*chosen, *(Probe(case) for case in found)))
+                corpus = corpus.view([Probe(case) for case in found])
                 seen = corpus.observe(subject, progress)
-        if not shared and (size := patterns.tile_size(subject, corpus.benches, seen)):
+        if size := patterns.tile_size(subject, corpus.benches, seen):
             corpus.try_size(size)
         return _explained(subject, corpus, seen, progress)
 

@@ -48,6 +48,11 @@ def _cause(found: Diagnosis) -> list[str]:
         f"distance {first.distance:.2f} from that fault (0 is the same, 1 has nothing in common); it has "
         f"{first.explained} of the {first.wrong} wrong tensors wrong as well{_tile(first)}",
     ]
+    if first.narrowed:
+        lines.append(
+            "Everywhere, that fault would show in calls that are right as well: look for the path, the branch or the "
+            "instance that only the failing calls take."
+        )
     if first.second_fault:
         lines.append(
             f"A second fault is likely: {first.left} of these {first.explained} differ from that fault's by more than "

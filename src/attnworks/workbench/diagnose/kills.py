@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from attnworks.workbench.diagnose.nearest import SPLIT, Corpus, Progress
+from attnworks.workbench.faults import FAULTS
 from attnworks.workbench.hunt import Kill, kill_table
 from attnworks.workbench.inputs import Inputs
-from attnworks.workbench.mutants import FAULTS, Mutant
+from attnworks.workbench.mutants import Mutant
 from attnworks.workbench.verify import fresh_memory_poisoned
 
 Found = TypeVar("Found")
@@ -161,7 +162,7 @@ def page(rows: Sequence[Row], by_output: Sequence[Rank] = ()) -> str:
         "",
         f"Written by `attnworks diagnose --kill-table{option} --seeds {seeds} --write docs/kill_table.md`.",
         "",
-        f"{len(rows)} wrong kernels, one fault each, {seeds} seeds."
+        f"{len(rows)} wrong kernels, one fault each, {seeds} {'seed' if seeds == 1 else 'seeds'}."
         f" `attnworks verify` catches {caught} with every seed.",
         *(_about_ranks(rows, by_output) if ranked else ()),
         "",

@@ -3,14 +3,17 @@
 For one tensor of one probe, two kernels of which only one is wrong are 1 apart. Where both are wrong, it counts that
 they are, on which elements (Jaccard) and, twice, by what (the share of the errors that agrees, beyond what errors agree
 in by chance); what is equal in all three is 0 apart. Where neither is wrong nothing is learned. The distance is the
-mean over everything that either gets wrong. Gradients count only where the output is right: what is wrong in them
+mean over everything that either gets wrong. A fault may be there under a condition only, on one path of several: a
+fault that is near in all calls in which the subject fails comes into consideration too, ``NARROWED`` further away,
+however much it gets wrong elsewhere. Gradients count only where the output is right: what is wrong in them
 otherwise follows from it, in a different way in every implementation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,12 +21,12 @@ from torch import Tensor
 
 from attnworks.masks import Causal
 from attnworks.scores import ALiBi, Bias
-from attnworks.workbench import tiled
-from attnworks.workbench.addresses import WAYS
+from attnworks.workbench import modifiers
 from attnworks.workbench.cases import BooleanRule
 from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Probe, Truth, probes
+from attnworks.workbench.faults import FAULTS, WAYS
 from attnworks.workbench.inputs import Inputs
-from attnworks.workbench.mutants import FAULTS, Mutant
+from attnworks.workbench.mutants import Mutant
 from attnworks.workbench.oracle import visible
 from attnworks.workbench.subjects import Outcome, Subject
 
@@ -33,6 +36,9 @@ Progress = Callable[[str, int, int], None]
 TILED = (
     "accumulator not rescaled",
     "sum not rescaled",
+    "sum and accumulator not rescaled",
+    "tile borders counted twice",
+    "V of another tile",
     "rescaled upside down",
     "rescaled after adding",
     "first tile only",
@@ -47,6 +53,9 @@ TILED = (
     "last tile missing in dq",
     "padding scored 0 in backward",
     "dk, dv of the last query tile",
+    "last query tile missing in dk, dv",
+    "last tile missing in dk, dv",
+    "tail rows unwritten in dq",
 )
 # Those among them that leave the output right.
 BACKWARD = TILED[TILED.index("dq overwritten by each tile") :]
@@ -67,6 +76,7 @@ WRITTEN = (
     "bias scaled",
     "bias of head 0",
     "bias of sequence 0",
+    "bias of row 0",
 )
 SPLIT = ("splits averaged", "splits summed")
 TILE_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
@@ -77,6 +87,9 @@ TILE_PROBES = (
 )
 # From this distance on two answers are no more alike than those of faults that have nothing to do with each other.
 FAR = 0.46
+# What a fault's distance is at least, where the subject has it under a condition only, and what its distance over all
+# weighs then: of two that explain the same, the one that says less about other calls comes first.
+NARROWED, ELSEWHERE = 0.3, 0.05
 CHANCE = 0.25  # what errors that have nothing to do with each other agree in
 ROUNDED = 0.02  # of an error, what rounding may change in it
 SMALL = 0.03  # relative errors below this are roundings: their size is compared, not their values
@@ -96,14 +109,14 @@ class Variant:
     """A fault with the sizes it is tried with."""
 
     fault: str
-    tile_kv: int = tiled.TILE
-    split_kv: int = tiled.SPLIT
+    tile_kv: int = modifiers.TILE
+    split_kv: int = modifiers.SPLIT
     way: int = 0  # how the fault is made
     written: bool = False  # masks and ALiBi as SDPA takes them: tensors
 
     @property
     def usual(self) -> bool:
-        return (self.tile_kv, self.split_kv) == (tiled.TILE, tiled.SPLIT)
+        return (self.tile_kv, self.split_kv) == (modifiers.TILE, modifiers.SPLIT)
 
     def subject(self) -> Mutant:
         kind = _Written if self.written else Mutant
@@ -139,6 +152,7 @@ class Candidate:
     explained: int  # how many wrong tensors of the subject the fault has wrong in a like way
     wrong: int
     left: int  # how many of those still differ from the fault's by more than rounding
+    narrowed: bool = False  # the fault would show in calls that the subject gets right
 
     @property
     def second_fault(self) -> bool:
@@ -168,6 +182,14 @@ class Corpus:
         self.benches = [Bench(probe) for probe in (probes(seed) if chosen is None else chosen)]
         self.variants = variants()
         self._tables: dict[int, _Table] = {}
+        self._known: dict[Bench, _Known] = {}
+
+    def view(self, more: Sequence[Probe] = ()) -> Corpus:
+        """A corpus of the same probes, with all that is known about them, and of ``more``; what sizes are tried in it
+        are its own."""
+        found = Corpus(more)
+        found.benches, found._known = self.benches + found.benches, self._known
+        return found
 
     def observe(self, subject: Subject, progress: Progress | None = None) -> list[Observation]:
         """A subject's answers to every probe."""
@@ -192,7 +214,12 @@ class Corpus:
         """The faults that come near, the nearest first; none for a subject that fails nowhere.
 
         All faults are compared on a few of the probes that the subject fails on, the best of them on every probe."""
-        failing = [place for place, one in enumerate(seen) if one.failed and not one.raised]
+        if all(one.raised for one in seen if one.failed):  # where it does so is all there is to compare
+            seen = [
+                replace(one, answers={"out": bench.lost("out")}) if one.raised else one
+                for bench, one in zip(self.benches, seen, strict=True)
+            ]
+        failing = [place for place, one in enumerate(seen) if one.failed and one.answers]
         if not failing:
             return []
         few = sorted({failing[round(n * (len(failing) - 1) / (FIRST_PROBES - 1))] for n in range(FIRST_PROBES)})
@@ -206,7 +233,8 @@ class Corpus:
         for place in found[:, 0].argsort(stable=True).tolist():
             v, (distance, *counts) = self.variants[finalists[place]], found[place].tolist()
             size = v.split_kv if v.fault in SPLIT else v.tile_kv if v.fault in TILED else 0
-            ranked.setdefault(v.fault, Candidate(v.fault, distance, size, *map(int, counts)))
+            explained, wrong, left, narrowed = map(int, counts)
+            ranked.setdefault(v.fault, Candidate(v.fault, distance, size, explained, wrong, left, bool(narrowed)))
         return list(ranked.values())
 
     def _takes_mask_tensors(self, seen: Sequence[Observation]) -> bool:
@@ -216,7 +244,7 @@ class Corpus:
 
     def _sizes(self, seen: Sequence[Observation], failing: list[int], progress: Progress | None) -> list[int]:
         """The best tile sizes of the nearest of the faults that have such, by the first probes that tell."""
-        telling = [place for place in failing if self.benches[place].probe.name in TILE_PROBES][:SIZE_PROBES]
+        telling = [place for place in failing if _tells_sizes(self.benches[place])][:SIZE_PROBES]
         if not telling:
             return []
         if self.benches[telling[0]].probe.case.form != "dense":
@@ -232,9 +260,9 @@ class Corpus:
     def _distances(
         self, seen: Sequence[Observation], places: Iterable[int], chosen: list[int], progress: Progress | None
     ) -> Tensor:
-        """(variants, 4): the distance, how many wrong tensors the two share, how many the subject has, and in how many
-        of the shared ones the two differ."""
-        totals, places = torch.zeros(5, len(chosen)), list(places)
+        """(variants, 5): the distance, how many wrong tensors the two share, how many the subject has, in how many of
+        the shared ones the two differ, and whether the distance is one of a fault under a condition."""
+        totals, places = torch.zeros(7, len(chosen)), list(places)
         for done, place in enumerate(places):
             bench, observation = self.benches[place], seen[place]
             if progress:
@@ -242,10 +270,19 @@ class Corpus:
             if not observation.answers:
                 continue
             if place not in self._tables:
-                self._tables[place] = _Table(bench, self.variants)
+                known = self._known.setdefault(bench, _Known(bench))
+                self._tables[place] = _Table(known, self.variants)
             totals += self._tables[place].compare(observation, chosen)
-        distances = torch.where(totals[1] > 0, totals[0] / totals[1].clamp_min(1e-9), 1.0)
-        return torch.cat((distances[None], totals[2:])).T
+        everywhere, mine = (
+            torch.where(weight > 0, total / weight.clamp_min(1e-9), 1.0) for total, weight in (totals[:2], totals[2:4])
+        )
+        narrow = NARROWED + (1 - NARROWED) * mine + ELSEWHERE * everywhere
+        return torch.stack((torch.minimum(everywhere, narrow), *totals[4:], (narrow < everywhere).float())).T
+
+
+def _tells_sizes(bench: Bench) -> bool:
+    """Whether sizes show in a probe; a case that was found or named because it fails may be the only one that tells."""
+    return bench.probe.name in TILE_PROBES or not bench.probe.case.name.startswith("probe: ")
 
 
 def _best_ways(places: Iterable[tuple[str, int]]) -> list[int]:
@@ -259,21 +296,21 @@ def _best_ways(places: Iterable[tuple[str, int]]) -> list[int]:
 class _Table:
     """The answers of all variants to one probe, a row each, filled as they are needed."""
 
-    def __init__(self, bench: Bench, chosen: Sequence[Variant]) -> None:
-        self.bench, self.chosen = bench, chosen
-        count, asked = len(chosen), {written: _asked(bench, written) for written in (False, True)}
+    def __init__(self, known: _Known, chosen: Sequence[Variant]) -> None:
+        self.known, self.bench, self.chosen = known, known.bench, chosen
+        count, asked = len(chosen), known.asked
         self.unknown = torch.tensor([v.fault in asked[v.written] for v in chosen])
-        self.rows = {name: _Rows(bench.right(name), truth, count) for name, truth in bench.truths.items()}
+        self.rows = {name: _Rows(truth, count) for name, truth in self.bench.truths.items()}
         self.changes, self.writes = torch.zeros(2, count, dtype=torch.bool)
 
     def compare(self, seen: Observation, chosen: list[int]) -> Tensor:
-        """(distances, weights, wrong in both and alike, wrong in the subject, and of those alike how many differ by
-        more than rounding), each for every chosen variant."""
+        """(distances, weights, both again if the subject fails, wrong in both and alike, wrong in the subject, and of
+        those alike how many differ by more than rounding), each for every chosen variant."""
         for place in chosen:
             if self.unknown[place]:
                 self._fill(place)
         index = torch.tensor(chosen)
-        totals = torch.zeros(5, len(chosen))
+        totals = torch.zeros(7, len(chosen))
         wrong = seen.answers["out"].failed | self.rows["out"].failed[index]
         if "lse" in seen.answers:  # what a wrong LSE does to gradients depends on whether backward reads it
             wrong = wrong | seen.answers["lse"].failed | self.rows["lse"].failed[index]
@@ -290,47 +327,76 @@ class _Table:
             weight = WEIGHTS.get(name, OTHERS) * counts
             alike = both & (distance <= FAR)
             left = torch.zeros_like(alike)
-            left[alike] = rows.apart(index[alike], answer)
+            if bool(alike.any()):
+                left[alike] = rows.apart(index[alike], answer)
             mine = counts & answer.failed
-            totals += torch.stack((weight * distance, weight, alike.float(), mine.float(), left.float()))
+            own = weight * seen.failed
+            totals += torch.stack(
+                (weight * distance, weight, own * distance, own, alike.float(), mine.float(), left.float())
+            )
         if self.bench.probe.name in STEADINESS or seen.changes or seen.writes:
             for flag, theirs in ((seen.changes, self.changes[index]), (seen.writes, self.writes[index])):
                 mine = torch.full_like(theirs, flag)
                 weight = STEADINESS_WEIGHT * (mine | theirs)
                 shared = (mine & theirs).float()
-                totals += torch.stack((weight * (mine != theirs), weight, shared, mine.float(), 0 * weight))
+                own, differ = weight * seen.failed, mine != theirs
+                totals += torch.stack((weight * differ, weight, own * differ, own, shared, mine.float(), 0 * weight))
         return totals
 
     def _fill(self, place: int) -> None:
-        v = self.chosen[place]
-        seen = self.bench.observe(v.subject(), properties=v.fault in UNSTEADY, wrong_ones=False)
+        seen = self.known.answers(self.chosen[place])
         for name, rows in self.rows.items():
             if seen.raised:  # it followed a page number into nowhere
-                rows.failed[place], rows.wrong[place], rows.got[place] = True, True, torch.nan
+                rows.put(place, self.bench.lost(name))
             elif name in seen.answers:  # gradients do not count where the output is wrong
                 rows.put(place, seen.answers[name])
         self.changes[place], self.writes[place], self.unknown[place] = seen.changes, seen.writes, False
 
 
-class _Rows:
-    """One tensor of one probe as every variant answers it; right until told otherwise."""
+class _Known:
+    """What variants answer to one probe, as far as that was asked for."""
 
-    def __init__(self, right: Answer, truth: Truth, count: int) -> None:
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self._seen: dict[Variant, Observation] = {}
+
+    @cached_property
+    def asked(self) -> dict[bool, set[str]]:
+        return {written: _asked(self.bench, written) for written in (False, True)}
+
+    def answers(self, v: Variant) -> Observation:
+        if v not in self._seen:
+            seen = self.bench.observe(v.subject(), properties=v.fault in UNSTEADY, wrong_ones=False)
+            # Only what is wrong is compared, on the sample.
+            seen.answers = {name: replace(a, parts=[]) for name, a in seen.answers.items() if a.failed}
+            self._seen[v] = seen
+        return self._seen[v]
+
+
+class _Rows:
+    """One tensor of one probe as every variant answers it; right until told otherwise. Only wrong answers are kept."""
+
+    def __init__(self, truth: Truth, count: int) -> None:
         self.budget = truth.budget[truth.sample].float()
         self.failed = torch.zeros(count, dtype=torch.bool)
         self.relative = torch.zeros(count)
-        self.want = right.got.float()
-        self.got = self.want.repeat(count, 1)
-        self.wrong = torch.zeros_like(self.got, dtype=torch.bool)
+        self.want = truth.want[truth.sample].float()
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def put(self, place: int, answer: Answer) -> None:
         self.failed[place], self.relative[place] = answer.failed, answer.relative
-        self.got[place], self.wrong[place] = answer.got.float(), answer.wrong
+        if answer.failed:
+            self.kept[place] = answer.got.float(), answer.wrong
+
+    def _wrong_ones(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """What variants answer, and on which elements that is wrong: (variants, sample) each."""
+        got, wrong = zip(*(self.kept[place] for place in index.tolist()), strict=True)
+        return torch.stack(got), torch.stack(wrong)
 
     def apart(self, index: Tensor, answer: Answer) -> Tensor:
         """Whether variants that are wrong as the subject is differ from it by more than both their roundings, which
         may be larger on wrong values than on right ones."""
-        got, theirs = answer.got.float(), self.got[index]
+        got, theirs = answer.got.float(), self._wrong_ones(index)[0]
         error = torch.maximum((theirs - self.want).abs(), (got - self.want).abs())
         differ = (theirs - got).abs() > 2 * self.budget + ROUNDED * error
         strange = (theirs.isfinite() != got.isfinite()) | (theirs.isnan() != got.isnan())
@@ -339,7 +405,7 @@ class _Rows:
 
     def likeness(self, index: Tensor, answer: Answer) -> Tensor:
         """In [0, 1], for variants that are wrong where the subject is."""
-        got, theirs, wrong = answer.got.float(), self.got[index], self.wrong[index]
+        got, (theirs, wrong) = answer.got.float(), self._wrong_ones(index)
         either = wrong | answer.wrong
         count = either.sum(1)
         jaccard = torch.where(count > 0, (wrong & answer.wrong).sum(1) / count.clamp_min(1), 1.0)
@@ -347,7 +413,9 @@ class _Rows:
         agree = 1 - ((theirs - got).abs() / errors.clamp_min(1e-30)).clamp(0, 1)
         same = (theirs == got) | (theirs.isnan() & got.isnan())
         agree = torch.where(same, 1.0, torch.where(agree.isnan(), 0.0, agree))
-        values = (agree * either).sum(1) / count.clamp_min(1)
+        # Where the error is too large in all, but in no one element, every element tells as much as its error.
+        weight = torch.where(count[:, None] > 0, either.float(), errors.nan_to_num(0, 0, 0))
+        values = (agree * weight).sum(1) / weight.sum(1).clamp_min(1e-30)
         relative = self.relative[index]
         ratio = torch.log2(relative.clamp_min(1e-12) / max(answer.relative, 1e-12)).abs()
         size = (1 - ratio / 3).clamp(0, 1)

@@ -8,6 +8,7 @@ rest.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -72,18 +73,24 @@ def _probes() -> tuple[Case, ...]:
         _case("gradient of the lse", 40, 72, lse_cotangent=True, **grads),
         _case("window", 100, 100, mask=(Window(7, 5),), **grads),
         _case("boolean mask", 33, 70, batch=2, mask=(BooleanRule("bhqk", empty_row=True),), **grads),
+        _case("boolean mask without heads", 33, 70, batch=2, mask=(BooleanRule("b1qk"),)),
         _case("6 heads on 3", 40, 72, batch=2, heads_q=6, heads_kv=3, **grads),
         _case("8 heads on 2", 40, 72, batch=2, heads_q=8, heads_kv=2, **grads),
         _case("unequal dims", 40, 72, head_dim_v=40, **grads),
         _case("head_dim 40", 40, 72, head_dim=40, head_dim_v=40, **grads),
+        _case("head_dim 160", 40, 72, head_dim=160, head_dim_v=160, **grads),
         _case("scale 0.3", 40, 72, scale=0.3, **grads),
+        _case("scale -0.7", 40, 72, scale=-0.7, **grads),
         _case("softcap", 50, 70, scores=(Softcap(2.0),), **grads),
         _case("softcap, causal", 50, 70, scores=(Softcap(2.0),), mask=(Causal(),)),
         _case("softcap of large scores", 50, 70, scores=(Softcap(20.0),), generator="large scores"),
         _case("alibi", 50, 70, scores=(AlibiRule(),), **{**heads, "mask": (Causal(),)}),
         _case("alibi, not causal", 50, 70, scores=(AlibiRule(),), **heads),
+        _case("alibi of each sequence", 50, 70, scores=(AlibiRule(True),), **heads),
         _case("bias", 50, 70, scores=(BiasRule("bhqk"),), **heads),
         _case("bias that hides", 50, 70, scores=(BiasRule("bhqk", hide=True),), **heads),
+        _case("bias without heads", 50, 70, scores=(BiasRule("b1qk"),), **heads),
+        _case("bias, then softcap", 50, 70, scores=(BiasRule("bhqk"), Softcap(2.0)), **heads),
         _case("sink", 50, 70, scores=(SinkRule(),), **heads),
         _case("sink 30000", 50, 70, scores=(SinkRule(30000.0),)),
         _case("gapped", 37, 75, batch=2, memory="gapped", heads_q=4, heads_kv=4),
@@ -111,6 +118,7 @@ def _probes() -> tuple[Case, ...]:
         ),
         _case("append", 2, 96, **{**decode, "lengths": ((2, 17), (2, 66), (2, 40)), "new_keys": 2}),
         _case("pages of 17", 4, 170, **{**decode, **few, "page_size": 17}),
+        _case("full pages", 1, 96, **{**decode, "lengths": ((1, 48), (1, 64), (1, 16)), "page_size": 16}),
         _case("pages apart", 1, 220, **{**decode, "page_size": 16, "memory": "halves"}),
         _case("append to pages", 2, 220, **{**decode, "lengths": ((2, 2), (2, 200)), "new_keys": 2, "page_size": 16}),
         _case("append, causal", 3, 220, **{**decode, **few, "lengths": ((3, 3), (3, 150), (3, 77)), "new_keys": 3}),
@@ -193,7 +201,8 @@ class Bench:
 
     def observe(self, subject: Subject, *, properties: bool = True, wrong_ones: bool = True) -> Observation:
         """Run a subject once, twice where ``properties`` asks whether calls repeat and leave their inputs alone.
-        ``wrong_ones``: gradients also where the output is wrong."""
+        ``wrong_ones``: more about wrong results, of which known faults are not asked: their gradients, and whether
+        they come again."""
         inputs = self.probe.case.build(self.probe.poison)
         refused = subject.reasons(inputs)
         if refused:
@@ -207,7 +216,8 @@ class Bench:
             if first is None and (got is None or properties):
                 first = run(subject, inputs)
             seen = Observation({name: self._judge(name, parts) for name, parts in (got or first or {}).items()})
-            if first is not None and properties:
+            if properties or (wrong_ones and "out" in seen.answers and seen.answers["out"].failed):
+                first = first or run(subject, inputs)
                 before = self.probe.case.build(self.probe.poison)
                 kept = given(before)
                 seen.writes = any(not same_bits(kept[name], tensor) for name, tensor in given(inputs).items())
@@ -235,17 +245,16 @@ class Bench:
         found = inputs.gather_results(out.detach(), None if lse is None else lse.detach())
         return found | inputs.gather_gradients(grads)
 
-    def right(self, name: str) -> Answer:
-        """The answer of a kernel without a fault."""
+    def lost(self, name: str, parts: Sequence[Tensor] = ()) -> Answer:
+        """The answer of a kernel that gives none, or one of another shape."""
         truth = self.truths[name]
-        want = truth.want[truth.sample]
-        return Answer(False, want, torch.zeros_like(want, dtype=torch.bool), 0.0, truth.standard.want)
+        lost = torch.full_like(truth.want[truth.sample], torch.nan)
+        return Answer(True, lost, torch.ones_like(lost, dtype=torch.bool), math.inf, list(parts))
 
     def _judge(self, name: str, parts: list[Tensor]) -> Answer:
         truth = self.truths[name]
         if [x.shape for x in parts] != [x.shape for x in truth.standard.want]:
-            lost = torch.full_like(truth.want[truth.sample], torch.nan)
-            return Answer(True, lost, torch.ones_like(lost, dtype=torch.bool), math.inf, parts)
+            return self.lost(name, parts)
         got = _flat(parts)
         finite = got.isfinite() & truth.want.isfinite()
         error = torch.where(finite, (got - truth.want).abs(), 0)

@@ -1,6 +1,6 @@
 """What each known fault looks like, the line of maths it breaks, and where to look: the experience behind ``diagnose``.
 
-``CAUSES`` has an entry for every fault of ``mutants.FAULTS``; docs/symptoms.md is this table (``symptoms.py``).
+``CAUSES`` has an entry for every fault of ``faults.FAULTS``; docs/symptoms.md is this table (``symptoms.py``).
 """
 
 from __future__ import annotations

@@ -12,6 +12,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "delta = rowsum(dO ∘ O) and its place in dS.",
         ),
         "delta of the wrong sign": Cause("dV right, dQ and dK wrong.", DS, "The sign of delta."),
+        "delta of other rows": Cause(
+            "dV right, dQ and dK wrong: delta is another row's, or one for several.",
+            DS,
+            "The row index of delta, also past tile borders.",
+        ),
         "dS without probs": Cause("dV right, dQ and dK far too large.", DS, "The factor P."),
         "probs not normalised in backward": Cause(
             "All gradients too large by the softmax's denominator of each row.",
@@ -27,6 +32,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
         "dq scaled twice": Cause("dQ too small by the scale.", DQ, "Scale in dS and again in dQ."),
         "dk scaled twice": Cause("dK too small by the scale.", DK, "A scaled Q, and the scale again."),
+        "last query tile missing in dk, dv": Cause(
+            "dK and dV lack some queries, dQ right.",
+            DK,
+            "The loop over queries: first and last tile, the bound that causal gives.",
+        ),
         "dq overwritten by each tile": Cause(
             "dQ wrong from two tiles of keys on: only the last one counts.",
             DQ,
@@ -35,8 +45,38 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "last tile missing in dq": Cause(
             "dQ lacks the last tile of keys.", DQ, "The loop's bound; an unfinished last stage."
         ),
+        "tail rows unwritten in dq": Cause(
+            "dQ is 0 from a row on, dK and dV right.",
+            "every row of dQ is written",
+            "The grid over queries in the backward.",
+        ),
+        "last tile missing in dk, dv": Cause(
+            "dK, dV or both are 0 past the last whole tile of keys.",
+            "every row of dK and dV is written",
+            "The grid over keys in the backward; the mask of the store.",
+        ),
+        "dk, dv averaged over the group": Cause(
+            "Grouped heads: dK, dV or both too small by the group's size.",
+            DK,
+            "A mean for a sum.",
+        ),
         "dk, dv of one query head": Cause(
             "Grouped heads: dK and dV too small, dQ right.", DK, "The sum over the group's query heads."
+        ),
+        "dv scaled": Cause(
+            "dV too small by the scale, dQ and dK right.",
+            DK,
+            "The scale belongs to dK, not to dV.",
+        ),
+        "dk and dv exchanged": Cause(
+            "dK and dV wrong, dQ right.",
+            "backward returns (dQ, dK, dV)",
+            "The order in which they are returned.",
+        ),
+        "lse of the other base in backward": Cause(
+            "Forward right, all gradients wrong.",
+            PBACK,
+            "exp2 wants S and LSE in base 2, exp both natural.",
         ),
         "dk, dv of the last query tile": Cause(
             "dK and dV wrong from two tiles of queries on.", DK, "= for +=; accumulators initialised in the loop."
@@ -44,11 +84,38 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "mask missing in backward": Cause(
             "Forward right, gradients wrong with a mask.", PBACK, "The mask in the recomputed S."
         ),
+        "mask from the top left in backward": Cause(
+            "Forward right; gradients wrong with causal where seq_q ≠ seq_kv.",
+            PBACK,
+            "The mask's origin in the backward.",
+        ),
+        "scale argument ignored in backward": Cause(
+            "Forward right; gradients wrong with a scale of one's own.",
+            PBACK,
+            "Is the scale handed to the backward?",
+        ),
+        "scores plain in backward": Cause(
+            "Forward right; gradients wrong with a softcap, ALiBi or a bias.",
+            PBACK,
+            "The score modifiers in the recomputed S.",
+        ),
         "softcap slope missing": Cause(
             "With a softcap: dV right, dQ and dK too large.", "dS ∘ (1 - tanh²)", "The slope, of the capped score."
         ),
+        "bias gradient not summed": Cause(
+            "dBias wrong where the bias is broadcast over heads or the batch.",
+            "dBias = Σ dS over what the bias is broadcast over",
+            "The reduction; an atomic add that is a store.",
+        ),
+        "bias gradient missing": Cause(
+            "dBias is 0.",
+            "dBias = dS",
+            "Is it returned?",
+        ),
         "bias gradient scaled": Cause("dBias off by the scale.", "dBias = dS", "dS before the scale is multiplied in."),
-        "sink gradient missing": Cause("dSink is 0.", "dSink = -Σ exp(sink - LSE) · delta", "Is it returned?"),
+        "sink gradient missing": Cause(
+            "dSink is 0, or has the wrong sign.", "dSink = -Σ exp(sink - LSE) · delta", "Is it returned, and its sign?"
+        ),
         "empty rows leak into gradients": Cause(
             "NaN in gradients if there are rows without keys.", PBACK, "exp(S - (-inf)): guard LSE = -inf."
         ),
@@ -56,6 +123,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "NaN in dQ for very negative scores, seq_kv off the tile.",
             PBACK,
             "exp(0 - LSE) of padding overflows: mask it.",
+        ),
+        "backward in 16 bits": Cause(
+            "fp32 inputs: gradients with errors of 16 bits, forward right.",
+            "P, dS, dO in fp32",
+            "The dtype of the backward's products.",
         ),
         "dS in fp8": Cause("dQ and dK off by a few per cent.", "dS rounded to the input dtype", "The dtype of dS."),
     },

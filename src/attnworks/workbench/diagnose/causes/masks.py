@@ -56,6 +56,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "window one long on the right": Cause(
             "A window shows one key too many ahead.", WINDOW, "Is the right end inclusive of right, and no more?"
         ),
+        "window sides exchanged": Cause(
+            "Right where the window is as long on both sides.",
+            WINDOW,
+            "The order of left and right in the call.",
+        ),
         "window without left end": Cause(
             "A window shows all of the past.", WINDOW, "The left bound, also in the loop's first tile."
         ),
@@ -114,11 +119,36 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "LSE too large by a factor of 1.44 = 1/ln 2.", LSE, "m and log2 l must both be times ln 2."
         ),
         "lse not written": Cause("LSE is 0 (or what lay in memory).", LSE, "The store, its mask and its strides."),
+        "lse is the maximum": Cause(
+            "Output right, LSE too small by log of the sum.",
+            LSE,
+            "Is log l added when it is stored?",
+        ),
+        "lse in low precision": Cause(
+            "Output right, errors of 16 bits in the LSE; large ones in gradients.",
+            "LSE in fp32",
+            "The dtype of the LSE's buffer.",
+        ),
         "lse without the maximum": Cause("LSE is log l alone.", LSE, "The maximum is missing in m + log l."),
     },
     "Sink, softcap, ALiBi, bias": {
         "sink ignored": Cause("With sinks: output too large, LSE too small.", SINK, "exp(sink - m) missing in l."),
         "sink scaled": Cause("With sinks: as with a sink nearer 0.", SINK, "The sink is in the units of S: no scale."),
+        "sink counted twice": Cause(
+            "With sinks: as with a larger one; the more so the more splits there are.",
+            SINK,
+            "Only one of the partial results may have the sink.",
+        ),
+        "sink only in the lse": Cause(
+            "With sinks: the LSE is right, the output is that without a sink.",
+            SINK,
+            "Does the sink enter l before O is divided by it?",
+        ),
+        "sink of the wrong head": Cause(
+            "With sinks: right for head 0, or for MHA.",
+            SINK,
+            "The index of the sink: the query head.",
+        ),
         "sink outside the maximum": Cause(
             "Inf or NaN with a large sink.", SINK, "m starts from the sink, or takes it in."
         ),
@@ -126,11 +156,21 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "With sinks: output right, LSE too small.", SINK, "The LSE is of the l used."
         ),
         "softcap ignored": Cause("With a softcap: as without.", CAP, "Is the cap passed on?"),
+        "softcap without its factor": Cause(
+            "With a softcap: wrong everywhere.",
+            CAP,
+            "The cap is both the divisor inside tanh and the factor outside.",
+        ),
         "softcap by exponentials": Cause(
             "With a softcap: NaN for large scores.", CAP, "tanh from exp overflows: use tanh, or 1 - 2/(exp(2x) + 1)."
         ),
         "softcap before scale": Cause(
             "With a softcap: wrong everywhere.", CAP, "The cap's argument is the scaled score."
+        ),
+        "scores in another order": Cause(
+            "With a softcap and a bias: right with either alone.",
+            "left to right",
+            "The order in which they are applied.",
         ),
         "softcap after mask": Cause(
             "Softcap with a mask: hidden keys come back as scores of -cap.", CAP, "The order: cap first, then -inf."
@@ -138,6 +178,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "alibi sign": Cause("ALiBi: far keys gain.", ALIBI, "The sign of the slope."),
         "alibi distance signed": Cause(
             "ALiBi: right where causal; else keys ahead gain.", ALIBI, "The absolute value of the distance."
+        ),
+        "alibi scaled": Cause(
+            "ALiBi: as with smaller slopes.",
+            ALIBI,
+            "The distance is subtracted after the scale.",
         ),
         "alibi from the first key": Cause(
             "ALiBi: right where seq_q = seq_kv (or causal, where a row's shift cancels).",
@@ -148,6 +193,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "ALiBi: heads, or sequences, have each other's slopes.", ALIBI, "The index into the slopes, with its batch."
         ),
         "bias of head 0": Cause("A bias: only the first head is right.", BIAS, "The bias's head stride."),
+        "bias of row 0": Cause(
+            "A bias or mask: every row has the first one's; right if it is broadcast over rows.",
+            BIAS,
+            "The row stride of the bias or mask.",
+        ),
         "bias of sequence 0": Cause(
             "A bias: the sequences are wrong, or all but the first.", BIAS, "The bias's batch stride."
         ),

@@ -19,6 +19,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             GROUP,
             "K's and V's head offsets: each its own stride, one index.",
         ),
+        "heads of the output exchanged": Cause(
+            "Some heads hold another head's output; LSE right.",
+            "O[b, h] from Q[b, h]",
+            "The head that the output is stored at; permutations after packing groups.",
+        ),
+        "channels left out": Cause(
+            "Wrong from a head dim on, or where it is no multiple of a chunk.",
+            "S = scale · Σ over all channels of Q and K",
+            "Loops over chunks of the head dim; how it is padded.",
+        ),
         "K and V exchanged": Cause(
             "Wrong everywhere; with K = V right.", "O = softmax(scale · Q Kᵀ) V", "The arguments' order."
         ),
@@ -29,6 +39,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Right for contiguous tensors, wrong for views.",
             "address = base + Σ index · stride",
             "Strides worked out from sizes; a missing .contiguous().",
+        ),
+        "sequences left out": Cause(
+            "A batch: some sequences are 0 or hold what was there.",
+            "every sequence is computed",
+            "The grid's extent; early exits.",
         ),
         "sequences not apart": Cause(
             "Packed sequences: each sees its neighbours' keys.",
@@ -83,9 +98,13 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "cache[kv_lens[b] + n] = k_new[b, n] before reading",
             "Is the first new key put at kv_lens[b], in the page that the table names for that slot?",
         ),
-        "k_scale dropped": Cause("8-bit cache: weights wrong.", "K = k_scale · stored", "The scale of each KV head."),
+        "k_scale dropped": Cause(
+            "8-bit cache: weights wrong.",
+            "K = k_scale · stored",
+            "The scale of each KV head: there, once, K's own, by the KV head's number.",
+        ),
         "v_scale dropped": Cause(
-            "8-bit cache: off by a constant factor.", "V = v_scale · stored", "The scale in the end."
+            "8-bit cache: off by a constant factor.", "V = v_scale · stored", "V's own scale, once, at the end."
         ),
         "writes into q": Cause(
             "An input is changed by the call.", "q, k and v are read only", "In-place operations on a view."

@@ -16,6 +16,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             RESCALE,
             "Is the running sum multiplied by the same α as the accumulator?",
         ),
+        "sum and accumulator not rescaled": Cause(
+            "Wrong from two tiles of keys on where the maximum rises, or rises a little; weights still sum to 1.",
+            RESCALE,
+            "If the correction is skipped, the old maximum must stay: the two go together.",
+        ),
+        "V of another tile": Cause(
+            "Right on one tile of keys; wrong on more, LSE right.",
+            "O' = α O + P V of the same keys",
+            "The stage that P V reads: K's and V's buffers, their indices and barriers.",
+        ),
         "rescaled upside down": Cause(
             "Wrong on more than one tile; Inf or NaN where the maximum rises far.",
             RESCALE,
@@ -50,6 +60,21 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Everything is wrong, as if the scores were multiplied by ln 2 = 0.69.",
             "exp(x) = exp2(x · log2 e)",
             "Is log2 e folded into the scale wherever exp2 is used?",
+        ),
+        "a key counted twice": Cause(
+            "One key, the last or the first, weighs twice as much.",
+            "l = Σ over each key once",
+            "Bounds of loops and loads that meet; a padded key that is a copy of the last one.",
+        ),
+        "tile borders counted twice": Cause(
+            "Right where the tile divides seq_kv, or on one tile; some keys weigh twice as much.",
+            "l = Σ over each key once",
+            "A last tile moved back to be whole, whose overlap is not masked; inclusive ends of tiles.",
+        ),
+        "keys past a limit unread": Cause(
+            "Right up to a length, from there on as if the other keys were not there.",
+            "l = Σ over all keys",
+            "A table, a grid or a loop of a fixed size.",
         ),
         "first tile only": Cause(
             "Right up to one tile of keys, then the later keys do not matter at all.",
@@ -118,6 +143,21 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "l = Σ P in fp32",
             "The dtype of the running sum, and of the reduction that makes it.",
         ),
+        "inputs in bf16": Cause(
+            "fp32 or fp16 inputs: errors of bf16, LSE too.",
+            "q, k, v as they are",
+            "A cast on loading; the dtype of the tiles in shared memory.",
+        ),
+        "output in 16 bits": Cause(
+            "fp32 inputs: errors of 16 bits in O, the LSE is right.",
+            "O in the dtype of q",
+            "The dtype of the output's buffer.",
+        ),
+        "scores clamped": Cause(
+            "Wrong only with large scores: keys above the limit weigh alike.",
+            "S as it is; exp(S - m) cannot overflow",
+            "A clamp in the place of the maximum.",
+        ),
         "scores rounded": Cause(
             "Only in 16 bits, and only where scores are large.",
             "S in fp32 until the exponential",
@@ -135,6 +175,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
     },
     "Scale": {
+        "scale rounded": Cause(
+            "Relative errors of 1e-3 where the scale is no power of two.",
+            SCALE,
+            "The scale's dtype: fp32 (or double) on its whole way.",
+        ),
+        "scale without its sign": Cause(
+            "Right with positive scales.",
+            "any finite scale",
+            "abs, or a square root of its square.",
+        ),
         "scale missing": Cause(
             "Wrong everywhere, weights too sharp: the output is near one row of V; LSE too large.",
             SCALE,

@@ -1,0 +1,218 @@
+"""From scale · q k to scores: masks, biases, softcap and ALiBi, with a switch for each fault of theirs.
+
+Part of the kernel that ``mutants.py`` breaks; the softmax over these scores is in ``tiled.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnworks.masks import AllOf, Causal, Window
+from attnworks.scores import ALiBi, Bias, Sink, Softcap
+from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_first
+
+TILE = 32
+SPLIT = 96
+Has = Callable[[str], bool]
+HIDDEN = {"hidden scores are -10000": -1e4, "empty rows give the mean": -1e9, "hidden scores are 0": 0.0}
+
+
+@dataclass
+class Modifiers:
+    """What turns scale · q k into scores, for one sequence, a tile of keys at a time."""
+
+    has: Has
+    scale: float
+    masks: list[Any]
+    scores: tuple[Any, ...]
+    sequence: int
+    seq_q: int
+    seq_kv: int
+    limit: int  # keys of the sequence; more may have been loaded
+    tile_kv: int = TILE
+    split_kv: int = SPLIT  # keys of a partial result; 0 for one of all keys, -n for n equal ones
+    biases: dict[int, Tensor] = field(default_factory=dict)  # by place among the scores, (heads_q, seq_q, seq_kv)
+    addresses: Addresses = field(default_factory=lambda: Addresses(lambda fault: False, 0, TILE))
+    default_scale: float = 1.0
+    shown: Tensor = field(default_factory=lambda: torch.empty(0))  # what the masks let through of the last tile
+
+    def tile(self, q: Tensor, k: Tensor, first: int, backward: bool = False) -> tuple[Tensor, list[Tensor | None]]:
+        """Scores (heads_q, seq_q, keys) of the keys from ``first`` on, hidden ones -inf, and each modifier's slope."""
+        has = self.has
+        i = torch.arange(self.seq_q).view(1, -1, 1)
+        j = torch.arange(first, first + k.shape[1]).view(1, 1, -1)
+        plain = backward and has("scores plain in backward")
+        if self.leaves_out(q.shape[-1]) and self.addresses.way < 4:
+            channels = slice(None, kept_channels(q.shape[-1], self.addresses.way))
+            q, k = q[..., channels], k[..., channels]
+        s = q @ k.transpose(-1, -2)
+        if not has("softcap before scale"):
+            s = s * self.recomputed_scale(backward)
+        if has("scale missing"):
+            s = s / self.scale
+        if has("scale twice"):
+            s = s * self.scale
+        if has("scores rounded"):
+            s = s.to((self.dtype, torch.float16, torch.bfloat16)[self.addresses.way]).to(s.dtype)
+        if has("exp2 for exp") and self.addresses.way:  # exp of what was made for exp2
+            s = s * math.log2(math.e)
+        if has("NaN swallowed"):
+            s = s.nan_to_num(0)
+        if bool((s.abs() > 60).any()) and has("scores clamped"):
+            s = s.clamp(-60 if self.addresses.way else None, 60)
+        if has("a key counted twice") or has("tile borders counted twice"):
+            s = torch.where(self._twice(j), s + math.log(2), s)
+        shown = self.shown = self._shown(i, j, backward)
+        if has("masked after softmax") and not backward:
+            shown = (j < self.limit).expand_as(shown)
+        if has("softcap after mask"):
+            s = torch.where(shown, s, -torch.inf)
+        slopes: list[Tensor | None] = []
+        for place, modifier in enumerate(self.scores):
+            s, slope = (s, None) if plain else self._modify(modifier, place, s, i, j)
+            slopes.append(slope)
+        if has("softcap before scale"):
+            s = s * self.scale
+        hidden = next((value for fault, value in HIDDEN.items() if has(fault)), -torch.inf)
+        if not has("softcap after mask"):
+            s = torch.where(shown, s, hidden)
+        return s, slopes
+
+    dtype: torch.dtype = torch.float32
+
+    def recomputed_scale(self, backward: bool) -> float:
+        """The scale, but for backward if that takes its own."""
+        ignored = backward and self.has("scale argument ignored in backward") and not self.addresses.way
+        return self.default_scale if ignored else self.scale
+
+    def leaves_out(self, channels: int) -> bool:
+        """Whether not all of so many channels are used; asked where that can be."""
+        return any(kept_channels(channels, way) < channels for way in range(4)) and self.has("channels left out")
+
+    def _twice(self, j: Tensor) -> Tensor:
+        """Which keys count twice."""
+        last, way = self.limit - 1, self.addresses.way
+        if self.has("a key counted twice"):
+            return j == (0 if way else last)
+        if way:  # the first key of a tile is also the last one of the tile before
+            return (j > 0) & (j % self.tile_kv == 0)
+        whole = self.limit // self.tile_kv * self.tile_kv  # the last tile is moved back to be a whole one
+        return (j >= self.limit - self.tile_kv) & (j < whole) & (whole < self.limit) & (whole > 0)
+
+    def _modify(self, modifier: Any, place: int, s: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor | None]:
+        has = self.has
+        if isinstance(modifier, Softcap):
+            if has("softcap ignored"):
+                return s, None
+            x = s / modifier.cap
+            if has("softcap by exponentials"):
+                e = torch.exp(2 * x)
+                ratio = (e - 1) / (e + 1)
+            else:
+                ratio = torch.tanh(x)
+            if has("softcap without its factor"):
+                return (ratio if self.addresses.way else modifier.cap * torch.tanh(s)), None
+            return modifier.cap * ratio, None if has("softcap slope missing") else 1 - ratio * ratio
+        if isinstance(modifier, ALiBi):
+            slopes = modifier.slopes if modifier.slopes.dim() == 1 else modifier.slopes[self.sequence]
+            if has("alibi of the wrong head"):
+                slopes = modifier.slopes.view(-1, len(slopes))[0] if self.addresses.way else slopes.flip(0)
+            shift = 0 if has("alibi from the first key") else self.seq_kv - self.seq_q
+            behind = i + shift - j
+            if has("alibi scaled"):
+                slopes = slopes * self.scale
+            penalty = slopes.view(-1, 1, 1) * (behind if has("alibi distance signed") else behind.abs())
+            return (s + penalty if has("alibi sign") else s - penalty), None
+        if isinstance(modifier, Bias):
+            bias = self.biases[place][..., int(j.min()) : int(j.max()) + 1].to(s.dtype)
+            if has("bias ignored"):
+                return s, None
+            if has("bias of head 0"):
+                bias = bias[:1]
+            if has("bias scaled"):
+                bias = bias * self.scale
+            return s + bias, None
+        if isinstance(modifier, Sink):
+            return s, None
+        h = torch.arange(s.shape[0]).view(-1, 1, 1)
+        return modifier(s, torch.tensor(self.sequence), h, i, j).to(s.dtype), None
+
+    def _shown(self, i: Tensor, j: Tensor, backward: bool) -> Tensor:
+        has = self.has
+        end = self.limit - (1 if has("last key dropped") and not self.addresses.way else 0)
+        if end > 128 and has("keys past a limit unread"):
+            end = min(end, 8192 >> self.addresses.way)
+        shown = ((j < end) & (j > 0 if has("first key dropped") else j >= 0)).expand(1, self.seq_q, -1)
+        if backward and has("mask missing in backward"):
+            return shown
+        for mask in self.masks:
+            shift = self.seq_kv - self.seq_q
+            if isinstance(mask, Tensor):
+                whole = mask.expand(1, 1, 1, 1) if mask.dim() == 0 else mask[(None,) * (4 - mask.dim())]
+                own = whole[self.sequence if whole.shape[0] > 1 else 0]
+                if has("boolean mask ignored"):
+                    continue
+                if has("boolean mask inverted"):
+                    own = ~own
+                if has("mask of head 0"):
+                    turned = [of_heads_first(whole, self.sequence, turned) for turned in (False, True)]
+                    own = (own[:1], whole[0], *turned, next_sequence(whole, self.sequence))[self.addresses.way]
+                own = own[:, :1] if has("bias of row 0") else own
+                own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
+                shown = shown & own[:, : self.seq_q, int(j.min()) : int(j.max()) + 1]
+            elif isinstance(mask, Causal | Window):
+                if mask.align == "top-left" and not has("aligned bottom-right"):
+                    shift = 0
+                if has("aligned top-left") and not (self.addresses.way and isinstance(mask, Causal)):
+                    shift = 0
+                if backward and has("mask from the top left in backward"):
+                    shift = 0
+                left, right = (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
+                if has("window sides exchanged") and isinstance(mask, Window):
+                    left, right = right, left
+                shown = shown & self._bounds(i + shift, j, left, right, isinstance(mask, Causal))
+            else:
+                h = torch.arange(1).view(-1, 1, 1)
+                shown = shown & mask(torch.tensor(self.sequence), h, i, j)
+        return shown
+
+    def _bounds(self, origin: Tensor, j: Tensor, left: int | None, right: int | None, causal: bool) -> Tensor:
+        has = self.has
+        shown = torch.ones_like(origin + j, dtype=torch.bool)
+        if causal:
+            off = -1 if has("causal hides itself") else 1 if has("causal shows the next") else 0
+            if has("causal ignored"):
+                return shown
+            if has("causal by tile"):
+                return origin // self.tile_kv >= j // self.tile_kv
+            if has("diagonal tile skipped"):
+                return (j <= origin) & ((j // self.tile_kv < origin // self.tile_kv) | (origin < self.tile_kv))
+            if has("causal upside down"):
+                return j >= origin
+            return j <= origin + off
+        short = has("window one short")
+        off = -(not self.addresses.way) if short else 1 if has("window one long") else 0
+        further = -self.addresses.way if short else 1 if has("window one long on the right") else 0
+        if left is not None and not has("window without left end"):
+            shown = shown & (j >= origin - left - off)
+        if right is not None and not has("window without right end"):
+            shown = shown & (j <= origin + right + further)
+        return shown
+
+
+def kept_channels(channels: int, way: int) -> int:
+    """The channels up to a fixed number of them, or to whole chunks."""
+    return (min(channels, 128), min(channels, 64), channels // 16 * 16, channels // 32 * 32)[way % 4]
+
+
+def flatten_mask(mask: Any) -> list[Any]:
+    if mask is None:
+        return []
+    return reduce(lambda found, part: found + flatten_mask(part), mask.parts, []) if isinstance(mask, AllOf) else [mask]
