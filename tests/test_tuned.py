@@ -186,11 +186,15 @@ def test_without_a_given_folder_it_is_the_users_configuration(tmp_path, monkeypa
     assert folder.name == "plans" and folder.parent.name == "attnworks"
 
 
+def hash_of(text, folder, suffix):
+    path = folder / f"{abs(hash(text))}{suffix}"
+    path.write_text(text)
+    return tuned.kernels_hash((path,))
+
+
 def test_the_hash_knows_code_from_words_about_it(tmp_path):
     def hashed(text):
-        path = tmp_path / f"{abs(hash(text))}.py"
-        path.write_text(text)
-        return tuned.kernels_hash((path,))
+        return hash_of(text, tmp_path, ".py")
 
     plain = hashed('"""File."""\n\ndef f(x):\n    """What it does."""\n    return x + 1\n')
     assert plain == hashed("def f(x):  # why\n\n    # because\n    return x  +  1\n")
@@ -200,9 +204,7 @@ def test_the_hash_knows_code_from_words_about_it(tmp_path):
 
 def test_comments_in_cuda_count_as_little(tmp_path):
     def hashed(text):
-        path = tmp_path / f"{abs(hash(text))}.cuh"
-        path.write_text(text)
-        return tuned.kernels_hash((path,))
+        return hash_of(text, tmp_path, ".cuh")
 
     plain = hashed("#if A  // why\nDEV int f() { return 1 / 2; }\n#endif\n")
     assert plain == hashed("/* what\n   it does */\n#if A\nDEV int f() {\n  return 1 / 2;\n}\n#endif\n")

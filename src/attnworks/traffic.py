@@ -34,7 +34,7 @@ from attnworks.problem import Problem
 
 SCHEDULES = ("standard", "kv_outer", "q_outer")
 _GROUPED = ("grouped", "split_kv")
-_ALIASES = {"tiled": "q_outer", "stream_k": "q_outer", "eager": "standard"}
+ALIASES = {"tiled": "q_outer", "stream_k": "q_outer", "eager": "standard"}
 
 Lengths = Sequence[tuple[int, int]]
 """(seq_q, seq_kv) of each sequence of the batch."""
@@ -126,9 +126,9 @@ def estimate(
     varlen or decode problem, by default ``default_lengths``. Raises ``ValueError`` for an unknown schedule, missing
     tiles or a wrong number of lengths.
     """
-    model = _ALIASES.get(schedule, schedule)
+    model = ALIASES.get(schedule, schedule)
     if model not in (*SCHEDULES, *_GROUPED):
-        raise ValueError(f"schedule: was {schedule!r}, must be one of {(*SCHEDULES, *_GROUPED, *_ALIASES)}")
+        raise ValueError(f"schedule: was {schedule!r}, must be one of {(*SCHEDULES, *_GROUPED, *ALIASES)}")
     if model in ("kv_outer", "q_outer", "grouped") and (tile_q < 1 or tile_kv < 1):
         raise ValueError(f"tile_q, tile_kv: were {tile_q}, {tile_kv}, must be >= 1 for schedule {schedule!r}")
     lengths = default_lengths(problem) if lengths is None else lengths

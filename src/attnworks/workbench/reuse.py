@@ -55,9 +55,7 @@ def longest_first(turns: Turns, heads: int, common: Tensor) -> tuple[Tensor, Ten
     that of one head. The shortest tiles, which end a block, hardly keep the next one from beginning a turn of its own;
     and what the longest alone have read is not touched again."""
     ends = torch.arange(turns.at_once, max(turns.at_once, turns.block), turns.at_once, device="cpu")
-    place, ahead = (
-        len(common) - 1 - ends // heads,
-        ends % heads,
-    )  # heads that have begun one tile more in the turn before
+    place = len(common) - 1 - ends // heads
+    ahead = ends % heads  # heads that have begun one tile more in the turn before
     share = (common[place] * (heads - ahead) + common[(place - 1).clamp(min=0)] * ahead) / heads
     return share, share

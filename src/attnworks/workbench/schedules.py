@@ -18,7 +18,7 @@ from attnworks.hardware import Hardware
 from attnworks.masks import Bounds, DenseMask
 from attnworks.plan import Plan
 from attnworks.problem import Problem
-from attnworks.traffic import Traffic
+from attnworks.traffic import ALIASES, Traffic
 from attnworks.workbench import loops
 from attnworks.workbench.grid import Maps
 from attnworks.workbench.loops import Array, Pass, Schedule
@@ -41,7 +41,7 @@ NAMES = (*FORWARD, SPLIT_KV.name, *BACKENDS)
 
 def of_plan(p: Problem, plan: Plan) -> Schedule:
     """What a backend's forward plan moves. Raises ``ValueError`` for a schedule that is not described here."""
-    name = {"tiled": "q_outer", "stream_k": "q_outer", "eager": "standard"}.get(plan.schedule, plan.schedule)
+    name = ALIASES.get(plan.schedule, plan.schedule)
     passes = _forward_passes(p, plan, name)
     if plan.backend == "cuda":
         passes = (_persistent(p, plan, passes[0]), *passes[1:])

@@ -97,10 +97,12 @@ def sweep(
     backend = cuda if plans[0].backend == cuda.NAME else triton
     if reason := cuda.missing() if backend is cuda else triton.cannot_compile():
         raise ValueError(f"sweep: {reason}")
-    found = [
-        judge(problem, plan, Compiled(error=why), machine) for plan in plans if (why := refusal(problem, plan, backend))
-    ]
-    good = [plan for plan in plans if not refusal(problem, plan, backend)]
+    found, good = [], []
+    for plan in plans:
+        if why := refusal(problem, plan, backend):
+            found.append(judge(problem, plan, Compiled(error=why), machine))
+        else:
+            good.append(plan)
     made = compile_all(target_of(machine), [(problem, plan) for plan in good], jobs)
     for done, (index, compiled) in enumerate(made, 1):
         found.append(judge(problem, good[index], compiled, machine))

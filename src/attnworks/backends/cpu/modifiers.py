@@ -16,7 +16,7 @@ from torch import Tensor
 from attnworks.expressions.evaluation import evaluate
 from attnworks.masks import UNLIMITED, Bounds, DenseMask, MaskSpec, Predicate
 from attnworks.modifiers import mask_expression
-from attnworks.problem import Operands, Problem
+from attnworks.problem import Operands, Problem, contiguous_strides
 from attnworks.scores import ScoreSpec, ScoreTerm
 from attnworks.tilemap import kept, reads
 
@@ -93,7 +93,7 @@ def _strides(term: ScoreTerm) -> tuple[int, ...]:
         return (0, 0, 0, 0)
     shape, strides = term.operand.shape, term.operand.strides
     if term.operand.dtype not in DTYPES:
-        strides = torch.empty(shape, device="meta").stride()
+        strides = contiguous_strides(shape)
     known = tuple(0 if size == 1 else stride for size, stride in zip(shape, strides, strict=True))
     if term.kind == "alibi":
         known += (0, 0)

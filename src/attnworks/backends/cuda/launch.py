@@ -10,8 +10,7 @@ import ctypes
 import threading
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import replace
-from functools import cached_property
-from functools import partial as bound
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from attnworks.backends.cuda.maps import ADDRESS_MULTIPLE, Maps, describe
 from attnworks.backends.cuda.plans import added, bounds, section, tiles_of, variant
 from attnworks.backends.cuda.source import L2_SECTION_BYTES, text
 from attnworks.plan import Plan
-from attnworks.problem import Operands, Problem
+from attnworks.problem import Operands, Problem, contiguous_strides
 
 LOG2E = 1.4426950408889634
 
@@ -109,11 +108,6 @@ class Empty:
         return out, lse
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A shape and its strides: with both, ``torch.empty_strided`` takes half the time of ``torch.empty``."""
-    return shape, torch.empty(shape, device="meta").stride()
-
-
 class Forward:
     """One kernel and its arguments on one device. Called with the operands: (out, lse)."""
 
@@ -129,10 +123,10 @@ class Forward:
         self._dtype = p.dtype
         # Results with q's own sizes and strides are had in four fifths of the time.
         self._like_q = p.form == "dense" and (p.q_strides, p.head_dim) == (p.result_strides()[0], p.head_dim_v)
-        out, lse = (_contiguous(shape) for shape in p.result_shapes())
+        out, lse = ((shape, contiguous_strides(shape)) for shape in p.result_shapes())
         self._out, self._lse = out, lse if p.return_lse else None
         self._sink = _sink_of(p)
-        self._partial: split.Partial | None = None
+        self._parts: split.Partial | None = None
         self._lock = threading.Lock()
         with torch.cuda.device(self._index):
             try:
@@ -140,7 +134,7 @@ class Forward:
                 self._function = driver().function(cubin(text(built)), "forward", built.shared_bytes)
                 units = torch.cuda.get_device_properties(self._index).multi_processor_count
                 if built.partial:
-                    self._partial = split.Partial(p, plan, units)
+                    self._parts = split.Partial(p, plan, units)
             except (CompileError, DriverError) as error:
                 raise type(error)(f"{error}\nfor {plan}, compiled as {built}") from error
             self._counters = counters(self._index) if built.dynamic else None
@@ -149,15 +143,15 @@ class Forward:
         # Of packed sequences the lengths, and so the tiles, are known on the device only.
         self._grid = units if built.varlen or built.stream_k else min(units, tiles_of(p, plan) * split.parts(p, plan))
         self._maps, self._params = Maps(p, describe(p, plan, out=built.bulk_store)), params_of(p, plan)
-        if self._partial is not None:
-            for name, value in self._partial.fields.items():
+        if self._parts is not None:
+            for name, value in self._parts.fields.items():
                 setattr(self._params, name, value)
         q_map, k_map, v_map, *mapped = self._maps.places
         arguments = q_map, k_map, v_map, ctypes.addressof(self._params), *mapped
         self._arguments = (c_void_p * len(arguments))(*arguments)
         self._config = LaunchConfig(self._grid, 1, 1, built.threads, 1, 1, built.shared_bytes)
         places = ctypes.addressof(self._config), self._function, ctypes.addressof(self._arguments), None
-        self._launch = bound(driver().launch, *places)
+        self._launch = partial(driver().launch, *places)
 
     @cached_property
     def _single(self) -> Forward:
@@ -185,14 +179,14 @@ class Forward:
         sink = None if self._sink is None else o.scores[self._sink].to(torch.float32).contiguous()
         stream = torch._C._cuda_getCurrentRawStream(index)
         more = extended.given(self._problem, self._plan, o, stream) if self._extended else None
-        partial, params = self._partial, self._params
-        held = None if partial is None else partial.empty(device)
+        parts, params = self._parts, self._params
+        held = None if parts is None else parts.empty(device)
         with self._lock:
             params.out = into = out.data_ptr()
             self._maps.point_to(q, k, v, into)
             if lse is not None:
                 params.lse = lse.data_ptr()
-            if held is not None and partial is not None:
+            if held is not None:
                 params.parts, params.parts_lse = held[0].data_ptr(), held[1].data_ptr()
             if self._counters is not None:
                 params.counter = self._counters.take(stream)
@@ -207,8 +201,8 @@ class Forward:
             if status == INVALID_CONTEXT:  # a thread that has not used the device yet
                 driver().make_current(self._context)
                 status = self._launch()
-            if held is not None and partial is not None and not status:
-                partial.merge(held, out, lse, sink, stream)
+            if held is not None and parts is not None and not status:
+                parts.merge(held, out, lse, sink, stream)
         if status:
             driver().check(status, f"launching {self._grid} thread blocks for {self._plan}, compiled as {self._built}")
         return out, lse
