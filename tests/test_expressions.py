@@ -231,6 +231,7 @@ def test_odd_tensors_are_refused():
         (torch.zeros(18, dtype=torch.complex64), "captures a tensor of torch.complex64"),
         (torch.zeros(18).to_sparse(), "captures a tensor of layout"),
         (torch.zeros(0), "indexes a dimension of 0"),
+        (torch._neg_view(torch.ones(18)), "captures a tensor that torch negates lazily"),
     ):
         assert why in trace(lambda b, h, q, k, t=tensor: t[k] == 1, MASK_INPUTS).why_not
 

@@ -392,6 +392,61 @@ def test_the_gradient_of_the_output_may_have_any_strides():
     assert_close(plain, strided)
 
 
+def negated(x):
+    """x by another way: torch keeps -x and a bit that says so, as in ``y.conj().imag``. Memory and pointer know nothing
+    of the bit."""
+    return torch._neg_view(-x)
+
+
+def test_tensors_that_torch_negates_lazily(backend):
+    q, k, v, d_out = randn(2, 4, 5, 8), randn(2, 2, 9, 8), randn(2, 2, 9, 8), randn(2, 4, 5, 8)
+    bias, slopes, sink, d_lse = randn(5, 9), randn(4), randn(4), randn(2, 4, 5)
+
+    def dense(view):
+        tensors = [x.clone().requires_grad_() for x in (q, k, v, bias, sink)]
+        seen = [view(x) for x in tensors]
+        scores = (Bias(seen[3]), ALiBi(view(slopes)), Sink(seen[4]))
+        out, lse = attention(*seen[:3], scores=scores, return_lse=True, backend=backend)
+        return out, lse, *torch.autograd.grad((out, lse), tensors, (view(d_out), view(d_lse)))
+
+    offsets = {"cu_seqlens_q": torch.tensor([0, 2, 5]), "cu_seqlens_kv": torch.tensor([0, 4, 9])}
+
+    def packed(view):
+        rows = [view(x[0].transpose(0, 1).contiguous()) for x in (q, k, v)]
+        return (attention_varlen(*rows, **offsets, backend=backend),)
+
+    def cached(view, gap=0):
+        # With a gap between its rows a copy of the cache has other strides than the cache.
+        k_cache, v_cache = (view(torch.zeros(2, 12, 2 + gap, 8))[:, :, :2] for _ in "kv")
+        new = {"k_new": view(k.transpose(1, 2).contiguous()), "v_new": view(v.transpose(1, 2).contiguous())}
+        lens = {"kv_lens": torch.tensor([0, 2]), "backend": backend}
+        out = attention_decode(view(q.transpose(1, 2).contiguous()), k_cache, v_cache, **lens, **new)
+        return out, k_cache, v_cache
+
+    for call in (dense, packed, cached, lambda view: cached(view, gap=1)):
+        for plain, other in zip(call(lambda x: x), call(negated), strict=True):
+            assert torch.equal(plain, other)
+    expected = attention(q, k, v, backend=backend)
+    for tensors in ((negated(q), k, v), (q, negated(k), v), (q, k, negated(v))):
+        assert torch.equal(attention(*tensors, backend=backend), expected)
+
+
+def test_a_zero_tensor_without_memory_is_no_null_pointer(backend):
+    """Forward-mode AD makes such zeros of what does not depend on its input."""
+    x, zero = randn(1, 2, 3, 8), torch._efficientzerotensor((1, 2, 3, 8))
+    for name, tensors in {"q": (zero, x, x), "k": (x, zero, x), "v": (x, x, zero)}.items():
+        if backend == "cpu":
+            with pytest.raises(ValueError, match=f"^{name}: was a zero tensor without memory, must have memory"):
+                attention(*tensors, backend=backend)
+        else:
+            assert_close(attention(*tensors, backend=backend), dense_oracle(*tensors)[0])
+    sink = Sink(torch._efficientzerotensor((2,)))
+    assert torch.equal(
+        attention(x, x, x, scores=(sink,), backend=backend),
+        attention(x, x, x, scores=(Sink(torch.zeros(2)),), backend=backend),
+    )
+
+
 @pytest.mark.parametrize("heads_q", [33, 3])
 def test_heads_that_do_not_divide(backend, heads_q):
     with pytest.raises(ValueError, match=f"q: had {heads_q} heads, must have a multiple of the 2 heads"):

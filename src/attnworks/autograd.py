@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnworks.backends import Backend, BackwardLauncher, Gradients, Launcher, Needs
+from attnworks.expressions import in_memory
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem, last_contiguous, restrided
 
@@ -43,7 +44,7 @@ class Joined:
             assert anew is not None
             launch = anew
         d_out = torch.zeros_like(out) if d_out is None else last_contiguous(d_out)
-        d_lse = None if d_lse is None else d_lse.contiguous()
+        d_lse = None if d_lse is None else in_memory(d_lse).contiguous()
         return launch(o, out.contiguous(), lse.contiguous(), d_out, d_lse, needs)
 
 

@@ -146,7 +146,8 @@ def check_rotary(rotary: object, q: Tensor) -> None:
         raise TypeError(f"rotary: was {rotary!r}, must be None or Rotary(cos, sin)")
     for name, table in (("rotary cos", rotary.cos), ("rotary sin", rotary.sin)):
         if not isinstance(table, Tensor) or not table.is_floating_point():
-            raise TypeError(f"{name}: was {type(table).__name__}, must be a floating-point tensor")
+            was = table.dtype if isinstance(table, Tensor) else type(table).__name__
+            raise TypeError(f"{name}: was {was}, must be a floating-point tensor")
         check_device(name, table, q)
         check_shape(name, table, "positions half_rotary_dim")
     if rotary.cos.shape != rotary.sin.shape:
@@ -248,7 +249,7 @@ def decode_sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: object
         if page_size == 0:
             raise ValueError("k_cache: had page_size 0, must have page_size >= 1")
         capacity = page_table.shape[1] * page_size
-    check_heads(heads_q, k_cache.shape[2])
+    check_heads(heads_q, k_cache.shape[2], "k_cache and v_cache, their third dimension")
     check_head_dims(head_dim, v_cache.shape[3], "v_cache")
     return Sizes(batch, heads_q, k_cache.shape[2], seq_q, capacity, head_dim, v_cache.shape[3]), page_size
 

@@ -242,12 +242,14 @@ def decode(
     this: then every function that is entered and every operation of torch costs many times what it does warm. So there
     are few of both on the way of a call without extras.
     """
+    caches_negated = False  # by torch, lazily: what lies in memory has the other sign
     try:
         q_strides, k_strides, v_strides = q.stride(), k_cache.stride(), v_cache.stride()
         lens_strides = kv_lens.stride()
-        if q_strides[-1] != 1:
+        if q_strides[-1] != 1 or q.is_neg():
             q = last_contiguous(q)
             q_strides = q.stride()
+        caches_negated = k_cache.is_neg() or v_cache.is_neg()
         if q.dtype is not k_cache.dtype:
             q, k_new, v_new = autocast_decode(q, k_cache, k_new, v_new)
             q_strides = q.stride()
@@ -255,7 +257,7 @@ def decode(
         tensors: Hashable = (
             q.shape, k_cache.shape, v_cache.shape, q_strides, k_strides, v_strides, q.dtype, k_cache.dtype,
             v_cache.dtype, q.device, k_cache.device, v_cache.device, q.layout, k_cache.layout, v_cache.layout,
-            kv_lens.shape, kv_lens.dtype, kv_lens.device,
+            kv_lens.shape, kv_lens.dtype, kv_lens.device, caches_negated,
         )
         # fmt: on
     except (AttributeError, RuntimeError, IndexError):
@@ -302,7 +304,7 @@ def decode(
         values = validate or q.device.type == "cpu"
         lens, table = cache.read_lengths(kv_lens, page_table, capacity, new, pages, page_size, positions, values=values)
         q, totals = cache.append_new(q, k_cache, v_cache, lens, table, k_new, v_new, rotary)
-    if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1:
+    if k_cache.stride(-1) != 1 or v_cache.stride(-1) != 1 or caches_negated:
         k_cache, v_cache = last_contiguous(k_cache), last_contiguous(v_cache)
     return launch, Operands(
         q, k_cache, v_cache, mask_operands, score_operands, None, None, totals, table, k_scale, v_scale

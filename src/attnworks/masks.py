@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attnworks.expressions import Expression, OperandSpec, operand_spec
+from attnworks.expressions import Expression, OperandSpec, kernel_operand, operand_spec
 
 Align = Literal["bottom-right", "top-left"]
 ALIGNS = ("bottom-right", "top-left")
@@ -156,6 +156,7 @@ def split(mask: object) -> tuple[MaskSpec, tuple[Tensor, ...]]:
                     f"mask: was a tensor of dtype {part.dtype}, must be torch.bool, True where a key is visible "
                     "(for an additive mask pass scores=(Bias(tensor),))"
                 )
+            part = kernel_operand(part, "mask")
             others.append(DenseMask(operand_spec(part, len(operands))))
             operands.append(part)
         elif callable(part) and not isinstance(part, type):

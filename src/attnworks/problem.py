@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from attnworks import masks, scores
+from attnworks.expressions import in_memory
 from attnworks.masks import MaskSpec
 from attnworks.scores import ScoreSpec
 
@@ -213,9 +214,9 @@ def check_shape(name: str, tensor: Tensor, form: str, **must: int) -> None:
             raise ValueError(f"{name}: was of shape {tuple(tensor.shape)}, must have {dim} = {must[dim]}")
 
 
-def check_heads(heads_q: int, heads_kv: int) -> None:
+def check_heads(heads_q: int, heads_kv: int, owners: str = "k and v") -> None:
     if heads_q != heads_kv and (heads_kv == 0 or heads_q % heads_kv):
-        raise ValueError(f"q: had {heads_q} heads, must have a multiple of the {heads_kv} heads of k and v")
+        raise ValueError(f"q: had {heads_q} heads, must have a multiple of the {heads_kv} heads of {owners}")
 
 
 def check_head_dims(head_dim: int, head_dim_v: int, owner_v: str = "v") -> None:
@@ -229,7 +230,7 @@ def check_scale(scale: object, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
-        raise TypeError(f"scale: was {scale!r}, must be None or a number")
+        raise TypeError(f"scale: was {scale!r}, must be None or a number (a Python int or float)")
     if not abs(scale) <= torch.finfo(torch.float32).max:  # also NaN; kernels hold it in fp32
         raise ValueError(f"scale: was {scale}, must be finite in float32")
     return float(scale)
@@ -337,10 +338,14 @@ def aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def last_contiguous(tensor: Tensor, name: str = "") -> Tensor:
-    """The tensor itself where its last dimension is contiguous, else a copy; a readable error for what is no tensor."""
+    """The tensor itself where its last dimension is contiguous and its memory holds its values, else a copy; a readable
+    error for what is no tensor."""
     if name and not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: was {type(tensor).__name__}, must be a torch.Tensor")
-    if tensor.layout != torch.strided or tensor.dim() == 0 or tensor.stride(-1) == 1:
+    if tensor.layout != torch.strided or tensor.dim() == 0 or tensor.is_nested:
+        return tensor
+    tensor = in_memory(tensor)
+    if tensor.stride(-1) == 1:
         return tensor
     return tensor.contiguous() if tensor.shape[-1] != 1 else tensor.clone(memory_format=torch.contiguous_format)
 

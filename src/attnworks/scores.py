@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from attnworks.expressions import Expression, OperandSpec, operand_spec
+from attnworks.expressions import Expression, OperandSpec, kernel_operand, operand_spec
 from attnworks.masks import name_of
 
 
@@ -103,6 +103,7 @@ def split(scores: object) -> tuple[ScoreSpec, tuple[Tensor, ...]]:
             if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
                 was = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
                 raise TypeError(f"{type(score).__name__} {name}: was {was}, must be a floating-point tensor")
+            tensor = kernel_operand(tensor, f"{type(score).__name__} {name}")
             terms.append(ScoreTerm(kind, operand=operand_spec(tensor, len(operands))))
             operands.append(tensor)
         elif isinstance(score, Expression):  # a function that a traced call has put into words (specs.py)

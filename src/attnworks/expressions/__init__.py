@@ -5,6 +5,6 @@
 the graph is imported with the package: most programs never trace anything.
 """
 
-from attnworks.expressions.graph import Expression, NotTraced, OperandSpec, operand_spec
+from attnworks.expressions.graph import Expression, NotTraced, OperandSpec, in_memory, kernel_operand, operand_spec
 
-__all__ = ["Expression", "NotTraced", "OperandSpec", "operand_spec"]
+__all__ = ["Expression", "NotTraced", "OperandSpec", "in_memory", "kernel_operand", "operand_spec"]

@@ -49,6 +49,20 @@ class OperandSpec:
     requires_grad: bool = False
 
 
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy where its memory doesn't hold its values: torch negates some tensors lazily (such as
+    ``x.conj().imag``), and has zeros without memory."""
+    return tensor.clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor
+
+
+def kernel_operand(tensor: Tensor, name: str) -> Tensor:
+    """A mask's or score's tensor as kernels read it: ``in_memory``. ``TypeError`` where it is sparse or nested."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
+        raise TypeError(f"{name}: was {kind}, must be torch.strided")
+    return in_memory(tensor)
+
+
 def operand_spec(tensor: Tensor, index: int) -> OperandSpec:
     return OperandSpec(
         index, tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), tensor.requires_grad

@@ -62,6 +62,8 @@ def _trace(function: Callable[..., Any], inputs: tuple[str, ...]) -> Traced:
         return Traced(None, (), str(reason))
     except Exception as error:  # whatever the user's code makes of stand-ins
         return Traced(None, (), f"{type(error).__name__}: {error}")
+    if any(tensor.is_neg() for tensor in recorder.operands):  # its memory holds other values than it
+        return Traced(None, (), "captures a tensor that torch negates lazily: clone() it")
     specs = tuple(operand_spec(tensor, index) for index, tensor in enumerate(recorder.operands))
     return Traced(builder.finish(result.place, specs), tuple(recorder.operands))
 

@@ -233,6 +233,17 @@ def _empty_launcher(problem: Problem) -> Launcher:
     return launch
 
 
+def _addresses(o: Operands) -> tuple[int, int, int]:
+    q, k, v = o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr()
+    if not (
+        q and k and v
+    ):  # where a tensor is empty; or torch left out its memory, as it does where forward AD meets 0
+        for name, tensor in (("q", o.q), ("k", o.k), ("v", o.v)):
+            if tensor._is_zerotensor():
+                raise ValueError(f"{name}: was a zero tensor without memory, must have memory: clone() it")
+    return q, k, v
+
+
 def _dense_launcher(problem: Problem, kernel: Any, modifiers: Modifiers) -> Launcher:
     out_shape, lse_shape = problem.result_shapes()
     dtype, return_lse, empty, threads = problem.dtype, problem.return_lse, torch.empty, torch.get_num_threads
@@ -242,7 +253,7 @@ def _dense_launcher(problem: Problem, kernel: Any, modifiers: Modifiers) -> Laun
         lse = empty(lse_shape, dtype=torch.float32, device="cpu") if return_lse else None
         lse_pointer = 0 if lse is None else lse.data_ptr()
         reads, _alive = modifiers.operands(o)
-        kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, threads(), reads)
+        kernel(*_addresses(o), out.data_ptr(), lse_pointer, threads(), reads)
         return out, lse
 
     return launch
@@ -274,10 +285,8 @@ class _DecodeLauncher(ReadsLengths):
         lse_pointer = 0 if lse is None else lse.data_ptr()
         reads, _alive = self._modifiers.operands(o)
         table = (0, 0) if o.page_table is None else (o.page_table.data_ptr(), o.page_table.stride(0))
-        # fmt: off
-        self._kernel(o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr(), out.data_ptr(), lse_pointer, o.kv_lens.data_ptr(),
-                     *table, torch.get_num_threads(), reads)
-        # fmt: on
+        lens, threads = o.kv_lens.data_ptr(), torch.get_num_threads()
+        self._kernel(*_addresses(o), out.data_ptr(), lse_pointer, lens, *table, threads, reads)
         return out, lse
 
 
