@@ -18,6 +18,19 @@ def run(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "80"}).invoke(main, ["verify", *arguments])
 
 
+def test_a_kernel_that_refuses_everything_has_not_passed(tmp_path: Path) -> None:
+    kernel = tmp_path / "refuses.py"
+    kernel.write_text("def attention(query, key, value, is_causal=False):\n    raise NotImplementedError('no')\n")
+    target = (f"{kernel}:attention", "--in-process", "--case", "size: 97")
+    page = tmp_path / "page.html"
+    result = run(*target, "--report", str(page))
+    assert result.exit_code == 1
+    assert "nothing was checked" in result.output and "all passed" not in result.output
+    assert "<title>Nothing checked" in page.read_text()
+    as_json = run(*target, "--json")
+    assert as_json.exit_code == 1 and json.loads(as_json.stdout)["passed"] is False
+
+
 def test_a_right_kernel_passes_and_tells_what_was_inferred() -> None:
     result = run(f"{FILE}:flash_attn_func", "--in-process", "--case", "size: 97", "--case", "bias 1", "--case", "hand")
     assert result.exit_code == 0, result.output
@@ -44,7 +57,7 @@ def test_tables_fit_80_columns(target: tuple[str, ...], wide: bool) -> None:
     cases = ("stress: outlier channels, fp32", "heads: 8/2", "varlen with empty, causal, bf16", "softcap 20*")
     arguments = [*target, *(part for case in cases for part in ("--case", case)), *(["--wide"] if wide else [])]
     result = run(*arguments)
-    lines = [line.rstrip() for line in result.output.splitlines()]
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert result.exit_code == 0 and max(map(len, lines)) <= 80
     if wide:
         assert "yardstick" in CliRunner(env={"COLUMNS": "160"}).invoke(main, ["verify", *arguments]).output

@@ -133,6 +133,11 @@ def counts(results: Iterable[Result]) -> dict[str, Counter[str]]:
     return found
 
 
+def nothing_checked(results: Iterable[Result]) -> bool:
+    """Whether every check was skipped: then nothing is known, and nobody may take it for passed."""
+    return all(result.status == "skipped" for result in results)
+
+
 def coverage(subjects: Iterable[Subject], results: Iterable[Result]) -> list[Coverage]:
     """The pairs of levels that each subject's sweep covered; none for a subject of which no case of a sweep was
     tried. A case counts where neither its values nor its gradients were refused."""

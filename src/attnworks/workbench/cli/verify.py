@@ -73,7 +73,7 @@ def verify(
     """Prove a kernel right: hand-computed cases, fp64 on stress inputs, torch's fused attention, and properties.
 
     TARGET is any kernel, "package.module:function" or "path/file.py:function"; without one, attnworks' own backends.
-    Every error is printed beside its budget. Exit code 1 if anything fails.
+    Every error is printed beside its budget. Exit code 1 if anything fails, or if nothing could be checked.
     """
     if target is None and (convention or in_process):
         raise click.UsageError("--convention and --in-process are about a TARGET, which is missing")
@@ -112,7 +112,7 @@ def verify(
             _print(prepared, results, coverage, failed, wide)
         if prepared is not None:
             prepared.close()
-        sys.exit(1 if failed else 0)
+        sys.exit(1 if failed or summary.nothing_checked(results) else 0)
 
 
 def _list(patterns: tuple[str, ...], quick: bool, wide: bool, as_json: bool) -> None:
@@ -165,7 +165,7 @@ def _print_json(
         "coverage": [covered.to_json() for covered in coverage],
     }
     listed = [result.to_json() for result in results]
-    output.print_json({"passed": not failed, **kernel, **found, "results": listed})
+    output.print_json({"passed": not failed and not summary.nothing_checked(results), **kernel, **found, "results": listed})
 
 
 def _print(
@@ -180,4 +180,7 @@ def _print(
         verdicts.print_skipped(results)
     verdicts.print_coverage(coverage)
     verdicts.print_totals(results)
-    verdicts.print_failures(failed)
+    if summary.nothing_checked(results):
+        output.console().print("nothing was checked: the reasons are listed above", style="red")
+    else:
+        verdicts.print_failures(failed)
