@@ -165,7 +165,8 @@ def _print_json(
         "coverage": [covered.to_json() for covered in coverage],
     }
     listed = [result.to_json() for result in results]
-    output.print_json({"passed": not failed and not summary.nothing_checked(results), **kernel, **found, "results": listed})
+    passed = not failed and not summary.nothing_checked(results)
+    output.print_json({"passed": passed, **kernel, **found, "results": listed})
 
 
 def _print(
