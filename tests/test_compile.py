@@ -202,6 +202,7 @@ def test_errors_say_what_they_say_eagerly():
         (lambda q, k, v: attention(q, k[..., :5], v), "k: was of shape"),
         (lambda q, k, v: attention(q, k, v, scores=(lambda s, b, h, i, j: 1,)), "scores: held a function that could"),
         (lambda q, k, v: attention(q, k, v, backend="gpu"), "backend: was 'gpu'"),
+        (lambda q, k, v: attention(q, k, v, return_lse=1), "return_lse: was 1, must be a bool"),
         (lambda *qkv: attention(*(x.double() for x in qkv), backend="cpu"), "dtype torch.float64|not built"),
     ):
         run, _ = compiled(call, backend="eager")

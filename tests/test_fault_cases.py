@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from attnworks import (
     ALiBi,
@@ -898,3 +899,22 @@ def test_meta_tensors_give_meta_results():
     assert out.shape == q.shape
     assert lse.shape == (65_536, 4, 3)
     assert (out.dtype, lse.dtype) == (real[0].dtype, real[1].dtype)
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_packed_sequences_and_caches_without_values_give_results_without_values(fake):
+    """Lengths cannot be read there, and need not be: the results' shapes do not depend on them."""
+    with FakeTensorMode() if fake else torch.device("meta"):
+        lens, table = torch.empty(2, dtype=torch.int64), torch.empty(2, 3, dtype=torch.int32)
+        q, k = torch.empty(7, 4, 8, requires_grad=True), torch.empty(9, 2, 8)
+        bounds = torch.empty(3, dtype=torch.int64)
+        packed = attention_varlen(q, k, k, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, mask=Causal(), return_lse=True)
+        (grad,) = torch.autograd.grad(packed[0], q, torch.empty(7, 4, 8))
+        new, cache, step = torch.empty(2, 1, 2, 8), torch.empty(6, 4, 2, 8), torch.empty(2, 1, 4, 8)
+        paged = {"kv_lens": lens, "page_table": table, "k_new": new, "v_new": new[..., :5]}
+        cached = attention_decode(step, cache, cache[..., :5], **paged, return_lse=True)
+    assert [x.shape for x in (*packed, grad)] == [(7, 4, 8), (4, 7), (7, 4, 8)]
+    assert [x.shape for x in cached] == [(2, 1, 4, 5), (2, 4, 1)]
+    for tensor in (*packed, *cached, grad):
+        assert tensor.dtype == torch.float32
+        assert isinstance(tensor, FakeTensor) if fake else tensor.is_meta

@@ -35,6 +35,7 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, return_lse: bool, **said: Any) -> Result:
     """``attnworks.attention`` while it is traced."""
+    problem.check_flags(return_lse=return_lse)
     q, k, v = calls.autocast(q, k, v)
     spec, scores, mask = specs.split("dense", (q, k, v), **said)
     out, lse = torch.ops.attnworks.forward(q, k, v, scores, mask, None, None, None, None, scale, spec)
@@ -55,6 +56,7 @@ def attention_varlen(
     **said: Any,
 ) -> Result:
     """``attnworks.attention_varlen`` while it is traced."""
+    problem.check_flags(return_lse=return_lse)
     q, k, v = calls.autocast(q, k, v)
     spec, scores, mask = specs.split("varlen", (q, k, v), **said)
     lengths = cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv
@@ -80,6 +82,7 @@ def attention_decode(
     **said: Any,
 ) -> Result:
     """``attnworks.attention_decode`` while it is traced."""
+    problem.check_flags(return_lse=return_lse)
     q, k_new, v_new = calls.autocast_decode(q, k_cache, k_new, v_new)
     sizes, _ = cache.decode_sizes(q, k_cache, v_cache, page_table)
     cache.check_lengths_and_table(kv_lens, page_table, sizes.batch, q)
