@@ -7,7 +7,6 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from attnworks import tuned
 from attnworks.backends import Backend, cpu, cuda, reference, triton
 from attnworks.errors import UnsupportedError, Verdict
 from attnworks.hardware import Hardware, detect
@@ -92,6 +91,8 @@ def _chosen(problem: Problem, backend: str, plan: Plan | None) -> tuple[Backend,
 def _ranked(problem: Problem, backend: Backend, hardware: Hardware) -> tuple[Plan, str]:
     """The plan where none is given, and why: a tuned one, else the backend's own choice. Raises ``ValueError`` for a
     tuned plan that can't run its problem."""
+    from attnworks import tuned  # with the first call
+
     found = tuned.find(problem, hardware, backend.NAME, backend.KERNELS)
     if found is None:
         return best_plan(problem, backend.candidates(problem, hardware), hardware), "the backend's own choice"

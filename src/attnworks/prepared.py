@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attnworks import dispatch, masks, tuned
+from attnworks import dispatch, masks
 from attnworks.autograd import Joined
 from attnworks.backends import Backend, Launcher, Unaligned
 from attnworks.hardware import detect
@@ -55,6 +55,8 @@ def use_plans(folder: str | Path | None) -> None:
 
     Raises ``ValueError`` for what is no folder; a file that can't be read is named by the call that needs it.
     """
+    from attnworks import tuned  # as by the first call
+
     tuned.use(folder)
     CALLS.clear()
 

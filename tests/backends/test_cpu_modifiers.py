@@ -19,6 +19,7 @@ from attnworks import (
 )
 from attnworks import tilemap as tilemaps
 from attnworks.backends import cpu
+from attnworks.backends.cpu import maps as cpu_maps
 from attnworks.backends.cpu import modifiers as cpu_modifiers
 from helpers import assert_close, problem_of, randn
 
@@ -123,8 +124,8 @@ def test_threads_and_tasks_change_no_bit():
 def counted(monkeypatch) -> list[int]:
     """Grows with every tile map that is made."""
     made: list[int] = []
-    build = cpu_modifiers.Map._build
-    monkeypatch.setattr(cpu_modifiers.Map, "_build", lambda self, operands: made.append(1) or build(self, operands))
+    build = cpu_maps.Map._build
+    monkeypatch.setattr(cpu_maps.Map, "_build", lambda self, operands: made.append(1) or build(self, operands))
     return made
 
 
@@ -152,7 +153,7 @@ def test_a_map_of_many_blocks(monkeypatch):
 
     tensor = randn(2, 1, 300, 300) > 0
     whole = [attention(q, q, q, mask=one, backend="cpu") for one in (mask, tensor)]
-    monkeypatch.setattr(cpu_modifiers, "BLOCK", 1000)
+    monkeypatch.setattr(cpu_maps, "BLOCK", 1000)
     tilemaps._CACHE.clear()
     assert torch.equal(whole[0], attention(q, q, q, mask=mask, backend="cpu"))
     assert torch.equal(whole[1], attention(q, q, q, mask=tensor, backend="cpu"))

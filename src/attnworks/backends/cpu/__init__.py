@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from attnworks.backends import BackwardLauncher, Launcher, ReadsLengths
-from attnworks.backends.cpu.gradients import Backward
 from attnworks.backends.cpu.modifiers import DTYPES, Modifiers, refusals
 from attnworks.errors import Verdict
 from attnworks.hardware import Hardware
@@ -190,6 +189,8 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
 
 def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher:
     """The backward has tiles of its own (``BACKWARD_TILES``); of the forward's plan it takes the instruction set."""
+    from attnworks.backends.cpu.gradients import Backward  # with the first call whose inputs require grad
+
     isa = plan.isa or isas()[0]
     if isa == "amx_bf16":
         isa = "avx512_bf16"  # the backward has no products of whole tiles
