@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,12 @@ MAX_SPLITS = 128
 
 # Programs for each multiprocessor that a split should leave: two run at a time, and a few rounds even out.
 SPLIT_PROGRAMS_PER_UNIT = 4
+
+# Plan.isa: tiles come through tensor descriptors, that is by the copy engine of NVIDIA's cards from 9.0.
+TMA = "tma"
+# Queries and keys from which they do: a call takes some microseconds more of its host.
+TMA_MIN_LENGTH = 1024
+ALIGNMENT = 16  # bytes: of a described tensor's address and of its strides
 
 
 def block(dim: int) -> int:
@@ -67,10 +74,36 @@ def possible(problem: Problem, hardware: Hardware) -> list[Plan]:
     """Forward plans whatever shared memory they take, the last one the least."""
     if few_rows(problem):
         return _split_plans(problem, hardware)
+    isa = _isa(problem, hardware)
     return [
-        Plan(NAME, "grouped" if packs_heads(problem, tile_q) else "q_outer", tile_q, tile_kv, warps=w, stages=s)
+        Plan(
+            NAME, "grouped" if packs_heads(problem, tile_q) else "q_outer", tile_q, tile_kv, isa=isa, warps=w, stages=s
+        )
         for tile_q, tile_kv, w, s in _tiles(problem)
     ]
+
+
+def _isa(problem: Problem, hardware: Hardware) -> str:
+    p = problem
+    major = re.match(r"(\d+)\.", hardware.capability or "")
+    worth = min(p.seq_q, p.seq_kv) >= TMA_MIN_LENGTH and max(p.head_dim, p.head_dim_v) <= 128
+    return TMA if torch.version.hip is None and major and int(major[1]) >= 9 and worth and takes_tma(p) else ""
+
+
+def takes_tma(problem: Problem) -> bool:
+    """Whether K and V can be read through tensor descriptors. Of packed sequences and caches they would read the rows
+    past a sequence's end as well, whatever those hold."""
+    p = problem
+    if p.form != "dense" or p.dtype == torch.float32 or max(p.head_dim, p.head_dim_v) > 256:
+        return False
+    shape = (p.batch, p.heads_kv, p.seq_kv)
+    return all(describable(p.element_size, shape, strides) for strides in (p.k_strides, p.v_strides))
+
+
+def describable(itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether a tensor descriptor can have these dimensions beside the last one; ``itemsize`` in bytes."""
+    moving = [stride * itemsize for size, stride in zip(shape, strides, strict=True) if size > 1]
+    return 0 not in shape and all(0 < stride < 2**40 and stride % ALIGNMENT == 0 for stride in moving)
 
 
 def packs_heads(problem: Problem, tile_q: int) -> bool:
@@ -184,8 +217,7 @@ def check(problem: Problem, plan: Plan) -> None:
     """Raise ``ValueError`` naming the field of a caller's plan that cannot run the problem."""
     if plan.schedule not in SCHEDULES:
         raise ValueError(f"plan schedule: was {plan.schedule!r}, must be one of {SCHEDULES} on backend {NAME!r}")
-    if plan.isa:
-        raise ValueError(f"plan isa: was {plan.isa!r}, but backend {NAME!r} has no such choice")
+    _check_isa(problem, plan)
     for name in ("tile_q", "tile_kv"):
         size = getattr(plan, name)
         if size < 16 or size & (size - 1):
@@ -208,6 +240,18 @@ def check(problem: Problem, plan: Plan) -> None:
             raise ValueError("plan schedule: was 'split_kv', must be 'q_outer' or 'grouped' for packed sequences")
         if plan.split_kv < 1 or plan.split_kv % plan.tile_kv:
             raise ValueError(f"plan split_kv: was {plan.split_kv}, must be a multiple of tile_kv = {plan.tile_kv}")
+
+
+def _check_isa(problem: Problem, plan: Plan) -> None:
+    if plan.isa not in ("", TMA):
+        raise ValueError(f"plan isa: was {plan.isa!r}, must be '' or {TMA!r} on backend {NAME!r}")
+    if plan.isa and plan.schedule not in ("q_outer", "grouped"):
+        raise ValueError(f"plan isa: was {plan.isa!r}, must be '' for schedule {plan.schedule!r}")
+    if plan.isa and not takes_tma(problem):
+        raise ValueError(
+            f"plan isa: was {plan.isa!r}, must be '' for other than dense 16-bit tensors of at most 256 columns whose "
+            f"strides are multiples of {ALIGNMENT} bytes"
+        )
 
 
 def _check_older(problem: Problem, plan: Plan) -> None:
