@@ -56,3 +56,56 @@ def test_heads_of_a_group_are_packed_where_that_saves_a_quarter_of_the_tiles(seq
 def test_older_schedules_hold_a_head_in_one_block():
     with pytest.raises(ValueError, match=r"plan schedule: was 'kv_outer', must be 'q_outer' for head_dim 576"):
         triton.check_plan(replace(PREFILL, head_dim=576), plans.generation(PREFILL, "kv_outer"))
+
+
+LONG = replace(
+    PREFILL, q_strides=(524288, 65536, 64), k_strides=(524288, 65536, 64), v_strides=(524288, 65536, 64)
+)  # contiguous
+
+
+@pytest.mark.parametrize(
+    ("card", "changes", "expected"),
+    [
+        ("h200-sxm", {}, plans.TMA),
+        ("b200", {}, plans.TMA),
+        ("a100-sxm-40gb", {}, ""),
+        ("mi300x", {}, ""),
+        ("h200-sxm", {"seq_q": 1023}, ""),
+        ("h200-sxm", {"dtype": torch.float32}, ""),
+        ("h200-sxm", {"head_dim": 129}, ""),
+        ("h200-sxm", {"k_strides": (524288, 65536, 68)}, ""),
+        ("h200-sxm", {"v_strides": (524288, 0, 64)}, ""),
+        ("h200-sxm", {"v_strides": (2**40, 65536, 64)}, ""),
+        ("h200-sxm", {"batch": 1, "v_strides": (1, 65536, 64)}, plans.TMA),
+        ("h200-sxm", {"form": "varlen", "total_q": 2048, "total_kv": 2048}, ""),
+        ("h200-sxm", {"seq_q": 1, "seq_kv": 4096}, ""),
+    ],
+    ids=str,
+)
+def test_tiles_are_described_where_that_is_possible_and_worth_it(card, changes, expected):
+    plan = plans.candidates(replace(LONG, **changes), load(card))[0]
+    assert plan.isa == expected
+    plans.check(replace(LONG, **changes), plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "message"),
+    [
+        ({}, {"isa": "avx2"}, "plan isa: was 'avx2', must be '' or 'tma' on backend 'triton'"),
+        ({}, {"schedule": "kv_outer"}, "plan isa: was 'tma', must be '' for schedule 'kv_outer'"),
+        ({"k_strides": (1, 1, 1)}, {}, "whose strides are multiples of 16 bytes"),
+        ({"seq_kv": 0}, {}, "must be '' for other than dense"),
+    ],
+    ids=str,
+)
+def test_a_plan_that_cannot_describe_its_tiles_is_refused(changes, fields, message):
+    plan = replace(plans.candidates(LONG, load("h200-sxm"))[0], **fields)
+    with pytest.raises(ValueError, match=message):
+        plans.check(replace(LONG, **changes), plan)
+
+
+def test_a_tuned_plan_does_without_descriptors_where_strides_have_none():
+    hardware = load("h200-sxm")
+    plan = plans.candidates(LONG, hardware)[0]
+    assert triton.adapt(LONG, plan, hardware) == plan
+    assert triton.adapt(replace(LONG, k_strides=(1, 1, 1)), plan, hardware) == replace(plan, isa="")
