@@ -167,7 +167,7 @@ MUTANTS = (  # what mutants are tried on: two tiles
     dense("softcap, few", scores=(Softcap(2.0),), **FEW),
     dense("scale -0.7, few", scale=-0.7, lse_cotangent=True, heads_q=1, **FEW),
     dense("heads 6/2, few", heads_q=6, **FEW | {"heads_kv": 2}),
-    dense("heads 6/2, few, fp16", heads_q=6, dtype=FP16, **FEW | {"heads_kv": 2}),
+    dense("heads 6/2, few, fp16", heads_q=6, mask=CAUSAL, dtype=FP16, **FEW | {"heads_kv": 2}),
     dense("rising maximum, few", generator="rising maximum", gradients=False, **FEW),
 )
 CASES = (*MASKS, *SCORES, *NUMBERS, *SIZES, *PACKED, *CACHES)

@@ -27,6 +27,7 @@ DOCUMENT = torch.zeros(N, dtype=torch.int64)
 Q_OUTER = Plan("triton", "q_outer", 16, 16, warps=4, stages=2)
 
 PROBLEMS = {
+    "full": (None, ()),
     "causal": (Causal(), ()),
     "window": (Window(9, 3), ()),
     "document": (lambda b, h, q, k: DOCUMENT[q] == DOCUMENT[k], ()),
@@ -76,7 +77,9 @@ def _without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.NOTED.clear()
 
 
-@pytest.mark.parametrize(("name", "isa"), [*((name, "") for name in PROBLEMS), ("scores", plans.TMA)])
+@pytest.mark.parametrize(
+    ("name", "isa"), [*((name, "") for name in PROBLEMS), ("causal", plans.TMA), ("full", plans.TMA)]
+)
 def test_forward_and_backward(name: str, isa: str) -> None:
     problem, operands = posed(name)
     plan = replace(Q_OUTER, isa=isa)

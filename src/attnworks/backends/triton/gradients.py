@@ -22,8 +22,9 @@ from attnworks.backends.triton.calls import (
 )
 from attnworks.backends.triton.grad_bias import grad_bias
 from attnworks.backends.triton.launch import Launch, aligned, describer, describer_of_rows
-from attnworks.backends.triton.plans import TMA, BackwardTiles, backward_tiles, block, describable, takes_tma
+from attnworks.backends.triton.plans import TMA, BackwardTiles, backward_tiles, block, copies_tiles, describable
 from attnworks.backends.triton.user_code import jit
+from attnworks.hardware import detect
 from attnworks.modifiers import grad_sink, slope_after
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem, packed_strides, strides_of
@@ -35,8 +36,12 @@ DELTA_ROWS = 64
 
 
 def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher:
-    """The backward has tiles of its own (``plans.backward_tiles``); of the forward's plan it takes the ``isa``."""
-    return _through_pages(problem) if problem.page_size else _Backward(problem, plan.isa == TMA).run
+    """The backward has tiles of its own (``plans.backward_tiles``). A forward's plan with the copy engine's ``isa`` asks
+    for that also where the problem does not."""
+    if problem.page_size:
+        return _through_pages(problem)
+    here = problem.device != "meta" and copies_tiles(problem, detect(problem.device))
+    return _Backward(problem, copies=plan.isa == TMA or here).run
 
 
 def _through_pages(p: Problem) -> BackwardLauncher:
@@ -78,12 +83,11 @@ def _padded_rows(p: Problem) -> tuple[int, ...]:
 
 
 class _Backward:
-    def __init__(self, problem: Problem, tma: bool = False) -> None:
+    def __init__(self, problem: Problem, copies: bool = False) -> None:
         self.problem = problem
-        self.tma = tma and takes_tma(problem)
         self.modifiers = Modifiers(problem)
         self.slope = self.modifiers.slope()
-        self.for_kv, self.for_q = backward_tiles(problem)
+        self.for_kv, self.for_q = backward_tiles(problem, copies)
         # Launches by the strides of what autograd hands over, which the problem doesn't know.
         self.launches: dict[Any, Launch] = {}
         self.row_shape = _padded_rows(problem)
@@ -162,7 +166,7 @@ class _Backward:
 
     def _grad_q(self, o: Operands, d_out: Tensor, lse2: Tensor, delta: Tensor, d_q: Tensor) -> None:
         p, tiles = self.problem, self.for_q
-        described = self.tma and aligned(o.k, o.v)
+        described = tiles.isa == TMA and aligned(o.k, o.v)
         key = ("q", self._strides(d_out), self._strides(d_q), described)
         if key not in self.launches:
             packed = p.form == "varlen"
@@ -190,7 +194,7 @@ class _Backward:
         given = self._strides(d_out)
         shape = (p.batch, p.heads_q, p.seq_q)
         strides_fit = all(describable(p.element_size, shape, strides) for strides in (p.q_strides, given))
-        described = self.tma and strides_fit and aligned(o.q, d_out)
+        described = tiles.isa == TMA and strides_fit and aligned(o.q, d_out)
         key = ("kv", given, self._strides(d_k), self._strides(d_v), described)
         if key not in self.launches:
             packed = p.form == "varlen"
@@ -202,7 +206,10 @@ class _Backward:
                 "TAIL": packed or p.seq_q % tiles.tile_q != 0, "DESCRIBED": described,
             }  # fmt: skip
             grid = kv_tiles * p.heads_kv * (p.batch + packed)
-            self.launches[key] = Launch(grad_kv, (grid,), fixed, num_warps=tiles.warps, num_stages=tiles.stages)
+            limit = {"maxnreg": tiles.registers} if described and tiles.registers else {}
+            self.launches[key] = Launch(
+                grad_kv, (grid,), fixed, num_warps=tiles.warps, num_stages=tiles.stages, **limit
+            )
         found = self.modifiers.tile_map(o, tiles.tile_q, tiles.tile_kv) if self.modifiers.mapped else None
         q = o.q
         if described:

@@ -31,10 +31,11 @@ MAX_SPLITS = 128
 # Programs for each multiprocessor that a split should leave: two run at a time, and a few rounds even out.
 SPLIT_PROGRAMS_PER_UNIT = 4
 
-# Plan.isa: tiles come through tensor descriptors, that is by the copy engine of NVIDIA's cards from 9.0.
+# isa of a plan: tiles come through tensor descriptors, that is by the copy engine of NVIDIA's cards from 9.0.
 TMA = "tma"
-# Queries and keys from which they do: a call takes some microseconds more of its host.
-TMA_MIN_LENGTH = 1024
+# From which they do: a call takes up to 30 microseconds more of its host, which a tenth of a millisecond on the card
+# hides; shorter loops were not measured.
+TMA_MIN_FLOPS, TMA_MIN_LENGTH = 4e10, 1024
 ALIGNMENT = 16  # bytes: of a described tensor's address and of its strides
 
 
@@ -74,7 +75,9 @@ def possible(problem: Problem, hardware: Hardware) -> list[Plan]:
     """Forward plans whatever shared memory they take, the last one the least."""
     if few_rows(problem):
         return _split_plans(problem, hardware)
-    isa = _isa(problem, hardware)
+    # H200: 128 columns gain 2 to 6 % but for full attention from 4k on, which stays as it is; 64 columns lose 3 to 9 %.
+    wide = 64 < max(problem.head_dim, problem.head_dim_v) <= 128
+    isa = TMA if wide and copies_tiles(problem, hardware) else ""
     return [
         Plan(
             NAME, "grouped" if packs_heads(problem, tile_q) else "q_outer", tile_q, tile_kv, isa=isa, warps=w, stages=s
@@ -83,11 +86,14 @@ def possible(problem: Problem, hardware: Hardware) -> list[Plan]:
     ]
 
 
-def _isa(problem: Problem, hardware: Hardware) -> str:
+def copies_tiles(problem: Problem, hardware: Hardware) -> bool:
+    """Whether the card has a copy engine, and the problem is large enough to use it and can."""
     p = problem
     major = re.match(r"(\d+)\.", hardware.capability or "")
-    worth = min(p.seq_q, p.seq_kv) >= TMA_MIN_LENGTH and max(p.head_dim, p.head_dim_v) <= 128
-    return TMA if torch.version.hip is None and major and int(major[1]) >= 9 and worth and takes_tma(p) else ""
+    has_engine = torch.version.hip is None and major is not None and int(major[1]) >= 9
+    flops = 2.0 * p.batch * p.heads_q * p.seq_q * p.seq_kv * (p.head_dim + p.head_dim_v)
+    worth = min(p.seq_q, p.seq_kv) >= TMA_MIN_LENGTH and flops >= TMA_MIN_FLOPS
+    return has_engine and worth and takes_tma(p)
 
 
 def takes_tma(problem: Problem) -> bool:
@@ -186,30 +192,42 @@ def _split_tiles(problem: Problem) -> list[tuple[int, int, int]]:
     return [(64, 64, 3), (64, 64, 2), (64, 32, 2), (64, 32, 1), (16, 32, 1)]
 
 
+def _causal_only(problem: Problem) -> bool:
+    bounded = [isinstance(term, Bounds) and term.left is None and term.right is not None for term in problem.mask]
+    return bool(bounded) and all(bounded) and not problem.scores
+
+
 @dataclass(frozen=True)
 class BackwardTiles:
-    """Tiles of one backward kernel."""
+    """Tiles of one backward kernel. ``registers``: at most so many of a thread; 0: the compiler's choice."""
 
     tile_q: int
     tile_kv: int
     warps: int
     stages: int
+    isa: str = ""
+    registers: int = 0
 
 
-def backward_tiles(problem: Problem) -> tuple[BackwardTiles, BackwardTiles]:
+def backward_tiles(problem: Problem, copies: bool = False) -> tuple[BackwardTiles, BackwardTiles]:
     """(for dK and dV, for dQ): the first owns tile_kv keys and walks over tiles of queries, the second the reverse.
+    ``copies``: whether those they walk over may come by the copy engine.
 
     Best of 106 pairs on an H200, bf16 (docs/results): the third stage lets Q and dO (K and V) of the next tile arrive
-    during four products. For head_dim 64 half as many warps hold all they need.
+    during four products. For head_dim 64 half as many warps hold all they need. The copy engine gains dQ 5 to 12 % for
+    head_dim 128 and 4 to 6 % for 64 without a mask; dK and dV nothing, but under a causal bound it leaves 64 columns
+    few enough registers for three programs on a multiprocessor, which gain 11 to 14 %.
     """
     width = max(block(problem.head_dim), block(problem.head_dim_v))
     if problem.dtype == torch.float32:
         small = BackwardTiles(16, 16, 4, 1) if width > 128 else BackwardTiles(32, 32, 4, 1)
         return small, small
     if width <= 64:
-        return BackwardTiles(64, 64, 4, 3), BackwardTiles(128, 64, 4, 3)
+        three = copies and _causal_only(problem)
+        for_kv = BackwardTiles(64, 64, 4, 3, TMA, 168) if three else BackwardTiles(64, 64, 4, 3)
+        return for_kv, BackwardTiles(128, 64, 4, 3, TMA if copies and not problem.mask else "")
     if width <= 128:
-        return BackwardTiles(64, 128, 8, 3), BackwardTiles(128, 64, 8, 3)
+        return BackwardTiles(64, 128, 8, 3), BackwardTiles(128, 64, 8, 3, TMA if copies else "")
     return BackwardTiles(32, 64, 8, 1), BackwardTiles(64, 32, 8, 1)
 
 
