@@ -36,8 +36,8 @@ DELTA_ROWS = 64
 
 
 def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher:
-    """The backward has tiles of its own (``plans.backward_tiles``). A forward's plan with the copy engine's ``isa`` asks
-    for that also where the problem does not."""
+    """The backward has tiles of its own (``plans.backward_tiles``). A forward's plan that asks for the copy engine has
+    it used here too, however small the problem."""
     if problem.page_size:
         return _through_pages(problem)
     here = problem.device != "meta" and copies_tiles(problem, detect(problem.device))
@@ -206,10 +206,10 @@ class _Backward:
                 "TAIL": packed or p.seq_q % tiles.tile_q != 0, "DESCRIBED": described,
             }  # fmt: skip
             grid = kv_tiles * p.heads_kv * (p.batch + packed)
-            limit = {"maxnreg": tiles.registers} if described and tiles.registers else {}
-            self.launches[key] = Launch(
-                grad_kv, (grid,), fixed, num_warps=tiles.warps, num_stages=tiles.stages, **limit
-            )
+            options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+            if described and tiles.registers:
+                options["maxnreg"] = tiles.registers
+            self.launches[key] = Launch(grad_kv, (grid,), fixed, **options)
         found = self.modifiers.tile_map(o, tiles.tile_q, tiles.tile_kv) if self.modifiers.mapped else None
         q = o.q
         if described:
