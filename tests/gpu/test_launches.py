@@ -220,6 +220,7 @@ def test_memory_that_tiles_are_described_in(kind):
         out = attention(*leaves, mask=Causal(), plan=plan)
         results.append([out, *gradients(out, leaves, d_out)])
     assert_close(results[0][0], exact(*(x.detach() for x in made), causal=True))
+    assert torch.equal(results[1][0], results[0][0])
     for one, other in zip(*results, strict=True):
         assert_close(other, one.double())
 
