@@ -197,7 +197,8 @@ def _independent(errors: Tensor, vectors: Tensor, group: int = 1) -> Tensor:
     gram = summed(vectors.mT @ vectors)
     trace = summed(lengths.sum((1, 2)))
     one_over_channels = (gram * gram).sum((1, 2)) / (trace * trace).clamp_min(1e-300)
-    return 1 / (one_over_terms + one_over_channels[:, None]).clamp(1e-300, 1)
+    # 1 where a NaN among the inputs leaves nothing to count.
+    return (1 / (one_over_terms + one_over_channels[:, None]).clamp(1e-300, 1)).nan_to_num(nan=1)
 
 
 def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found: Expected, gradients: bool) -> None:
@@ -260,6 +261,8 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     d_lse = torch.zeros_like(lse) if part.d_lse is None else torch.where(lse == -torch.inf, 0, part.d_lse.double())
     dp = d_out @ v.transpose(-1, -2)
     delta = (p * dp).sum(-1, keepdim=True)
+    # What rounding O, and P before it, leaves in delta and with it in all of a row's dS, in squared roundings.
+    delta_variance = ((d_out * out) ** 2).sum(-1, keepdim=True) + ((p * dp) ** 2).sum(-1, keepdim=True)
     ds = p * (dp - delta + d_lse[..., None])
     dp_size = d_out.abs() @ v_size.transpose(-1, -2)
     reach = dp_size + (d_out.abs() * (p @ v_size)).sum(-1, keepdim=True) + d_lse.abs()[..., None]
@@ -281,17 +284,22 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
         by_kv_head((pt * pt) @ (d_out * d_out)),
         _independent(p_errors[1][..., keys].mT, d_out, group),
     )
-    _expect_shared(inputs, found, "dsink", ds[..., -1].sum(-1), each(lambda e: e[..., -1].sum(-1), ds_errors))
+    shared = rounding**2 * delta_variance * p * p
+
+    def of_sink(x: Tensor) -> Tensor:
+        return x[..., -1].sum(-1)
+
+    _expect_shared(inputs, found, "dsink", of_sink(ds), each(of_sink, ds_errors), of_sink(shared))
     ds, ds_errors = ds[..., keys], each(lambda e: e[..., keys], ds_errors)
     for kind, slope in scored.slopes:
         if kind == "bias":
             place = bias_place(inputs, sequence)
-            _expect_shared(inputs, found, "dbias", place(ds), each(place, ds_errors))
+            _expect_shared(inputs, found, "dbias", place(ds), each(place, ds_errors), place(shared[..., keys]))
         elif slope is not None:
             flat = 4 * fine * p[..., keys] * reach[..., keys]
             ds, ds_errors = ds * slope, (ds_errors[0] * slope + flat, ds_errors[1] * slope + flat)
     scale = case.softmax_scale
-    from_delta = ((d_out * out) ** 2).sum(-1, keepdim=True) * (p[..., keys] @ k) ** 2
+    from_delta = delta_variance * (p[..., keys] @ k) ** 2
     dst = ds.transpose(-1, -2)
     add(
         "dq",
@@ -309,13 +317,16 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     )
 
 
-def _expect_shared(inputs: Inputs, found: Expected, name: str, value: Tensor, errors: tuple[Tensor, Tensor]) -> None:
+def _expect_shared(
+    inputs: Inputs, found: Expected, name: str, value: Tensor, errors: tuple[Tensor, Tensor], variance: Tensor
+) -> None:
     """Add one sequence's part to a gradient that all sequences share."""
     wanted = Sink if name == "dsink" else Bias
     if not any(isinstance(modifier, wanted) for modifier in inputs.scores):
         return
     least = max(smallest(inputs.case.dtype), underflow(inputs.case.dtype))
-    parts = (value, errors[0] + least, errors[1], roundoff(inputs.case.dtype) * value.abs())
+    spread = ((roundoff(inputs.case.dtype) * value) ** 2 + variance).sqrt()
+    parts = (value, errors[0] + least, errors[1], spread)
     for tensors, part in zip((found.values, found.contraction, found.arithmetic, found.spread), parts, strict=True):
         tensors[name] = [tensors[name][0] + part] if name in tensors else [part]
 
