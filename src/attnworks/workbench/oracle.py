@@ -183,22 +183,25 @@ def _independent(errors: Tensor, vectors: Tensor, group: int = 1) -> Tensor:
     """Of how many independent errors those of each row of ``errors @ vectors`` are made, (heads, rows).
 
     For t equal errors times vectors that spread over c channels it is 1 / (1/t + 1/c). Both counts are participation
-    ratios (sum x)^2 / sum x^2: of the squared terms, and of the eigenvalues of the vectors' Gram matrix. ``group``:
-    heads whose products are summed."""
+    ratios (sum x)^2 / sum x^2: of the squared terms, and of the eigenvalues of the vectors' Gram matrix. ``vectors``
+    may have fewer heads, each for as many of ``errors``. ``group``: heads whose products are summed. 1 where a NaN
+    among the inputs leaves nothing to count."""
     if not errors.numel() or not vectors.numel():
         return errors.new_ones(errors.shape[0] // max(group, 1), errors.shape[1])
 
     def summed(x: Tensor) -> Tensor:
-        return x.unflatten(0, (-1, group)).sum(1)
+        return x.view(-1, group, *x.shape[1:]).sum(1)
 
-    squares, lengths = errors * errors, (vectors * vectors).sum(-1)[..., None]
+    alike = errors.shape[0] // vectors.shape[0]
+    squares, lengths = errors * errors, by_query_head((vectors * vectors).sum(-1)[..., None], alike)
     total = summed(squares @ lengths)[..., 0]
-    one_over_terms = summed((squares * squares) @ (lengths * lengths))[..., 0] / (total * total).clamp_min(1e-300)
-    gram = summed(vectors.mT @ vectors)
-    trace = summed(lengths.sum((1, 2)))
-    one_over_channels = (gram * gram).sum((1, 2)) / (trace * trace).clamp_min(1e-300)
-    # 1 where a NaN among the inputs leaves nothing to count.
-    return (1 / (one_over_terms + one_over_channels[:, None]).clamp(1e-300, 1)).nan_to_num(nan=1)
+    one_over_terms = summed(squares.square_() @ lengths.square())[..., 0] / total.square().clamp_min(1e-300)
+    stacked = vectors.reshape(-1, group * vectors.shape[1], vectors.shape[2])
+    left = stacked if stacked.shape[1] < stacked.shape[2] else stacked.mT
+    trace = stacked.square().sum((1, 2))
+    one_over_channels = (left @ left.mT).square().sum((1, 2)) / trace.square().clamp_min(1e-300)
+    per_row = one_over_terms + by_query_head(one_over_channels[:, None], alike)
+    return (1 / per_row.clamp(1e-300, 1)).nan_to_num(nan=1)
 
 
 def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found: Expected, gradients: bool) -> None:
@@ -245,7 +248,7 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     def each(make: Any, errors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return make(errors[0]), make(errors[1])
 
-    terms = _independent(p_errors[1], v)
+    terms = _independent(p_errors[1], v[:: max(group, 1)])
     add("out", out, each(lambda e: e @ v_size, p_errors), (p * p) @ (v * v), terms)
     found.values.setdefault("lse", []).append(lse)
     found.contraction.setdefault("lse", []).append(lse_errors[0])
@@ -306,7 +309,7 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
         scale * (ds @ k),
         each(lambda e: abs(scale) * (e @ k.abs()), ds_errors),
         scale**2 * ((ds * ds) @ (k * k) + from_delta),
-        _independent(ds_errors[1], k),
+        _independent(ds_errors[1], k[:: max(group, 1)]),
     )
     add(
         "dk",
