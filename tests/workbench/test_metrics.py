@@ -13,7 +13,7 @@ from attnworks.workbench.metrics import (
     ELEMENTWISE_FACTOR,
     Measure,
     Standard,
-    _independent_errors,
+    _gram_norms,
     measure,
     standards,
 )
@@ -110,10 +110,10 @@ def test_one_error_may_be_as_large_as_its_bound_and_many_may_not(rows: int) -> N
     assert failed(measure(found["dv"], model["dv"])) == set()
 
 
-def _count(errors: torch.Tensor, sizes: torch.Tensor, terms: float = 1.0) -> dict[str, float]:
-    count = torch.full(errors.shape[1:2], terms, dtype=torch.float64)[None]
-    found = _independent_errors([errors.double()], [sizes.double()], [count])
-    return {region.split()[0]: float(n.flatten()[0]) for region, n in found.items()}
+def _count(errors: torch.Tensor, sizes: torch.Tensor, terms: float) -> dict[str, float]:
+    count = torch.full(errors.shape[:2], terms, dtype=torch.float64)
+    found = _gram_norms([errors.double()], [sizes.double()], [count])
+    return {region.split()[0]: float((sizes.double() ** 2).sum() ** 2 / gram.sum()) for region, gram in found.items()}
 
 
 def test_independent_errors_are_counted() -> None:

@@ -310,51 +310,44 @@ def _region_budgets(name: str, yard_errors: list[Tensor], expected: Expected, ca
         finite = [torch.where(x.isfinite(), x, 0).double() for x in parts]
         squares.append(torch.stack([x * x for x in (*finite, torch.ones_like(finite[0]))]))
     terms = expected.terms.get(name)
-    counts = _independent_errors(yard_errors, arithmetics, terms) if terms else {}
+    grams = _gram_norms(yard_errors, arithmetics, terms) if terms else {}
     budgets = {}
     for region, total in _region_sums(name, squares).items():
         yard, spread, norm, arithmetic, size = total.sqrt()
-        count = counts.get(region, torch.ones_like(norm))
+        # (tr G)^2 / |G|^2, and a single error where nothing tells them apart
+        count = (total[3] ** 2 / grams.get(region, total[3] ** 2).clamp_min(1e-300)).clamp_min(1)
         sums = (1 + (ELEMENTWISE_FACTOR - 1) / count.sqrt()) * arithmetic
         least = smallest(case.dtype) * size.clamp_min(1)
         budgets[region] = YARDSTICK_FACTOR * torch.maximum(yard, spread) + ROUNDINGS * u * norm + sums + least
     return budgets
 
 
-def _independent_errors(errors: list[Tensor], sizes: list[Tensor], terms: list[Tensor]) -> dict[str, Tensor]:
-    """How many independent errors each region's error is made of; no kernel that is judged has a say in it.
+def _gram_norms(errors: list[Tensor], sizes: list[Tensor], terms: list[Tensor]) -> dict[str, Tensor]:
+    """Of each region |G|^2, the squared norm of the Gram matrix of its rows' errors. No kernel that is judged has a say
+    in it: directions are those of ``errors``, the yardstick's, norms those of ``sizes``, what is expected of fp32 sums,
+    both (heads, rows, channels) of each sequence; what a row adds is divided by its own ``terms``, (heads, rows).
 
-    The participation ratio (tr G)^2 / |G|^2 of the Gram matrix G of its rows, with the directions of ``errors``, the
-    yardstick's, and the norms of ``sizes``, both (heads, rows, channels) of each sequence; a row's share of |G|^2 is
-    divided by its own ``terms``, (heads, rows). It is 1 for one error, for equal rows of one each and for one beside
-    which the others are nothing; t n m / (n + m) for n rows of t errors each whose directions are random among m."""
-    counts: dict[str, Tensor] = {}
-    whole = torch.zeros(2, dtype=torch.float64)
+    With (tr G)^2, the fourth power of all sizes, it makes a participation ratio: how many independent errors a region's
+    is made of. That is 1 for one error, for equal rows of one each and for one beside which the others are nothing;
+    t n m / (n + m) for n rows of t errors each whose directions are random among m."""
+    grams = {"tensor": torch.zeros((), dtype=torch.float64)}
     for sequence, (error, size, count) in enumerate(zip(errors, sizes, terms, strict=True)):
         length, norm = (x.norm(dim=-1, keepdim=True) for x in (error, size))
         # A row without an error has no direction of its own; it gets its size's, as all of its kind do.
         direction = torch.where(length > 0, error / length, size / norm.clamp_min(1e-300))
-        rows = torch.cat((norm, direction * norm * count[..., None] ** -0.25), -1)
+        rows = direction * norm * count[..., None] ** -0.25
         padded = pad(rows, (0, 0, 0, -rows.shape[1] % TILE))
         tiles = padded.view(padded.shape[0], padded.shape[1] // TILE, TILE, padded.shape[2])
-        heads = _gram(rows)
-        whole += heads.flatten(1).sum(1)
-        counts[f"head of sequence {sequence}"] = _participation(heads)
-        counts[f"tile of sequence {sequence}"] = _participation(_gram(tiles))
-    return counts | {"tensor": _participation(whole)}
+        heads = _gram_norm(rows)
+        grams[f"head of sequence {sequence}"], grams[f"tile of sequence {sequence}"] = heads, _gram_norm(tiles)
+        grams["tensor"] += heads.sum()
+    return grams
 
 
-def _gram(rows: Tensor) -> Tensor:
-    """(2, ...): sum of the squares of the first channel and squared norm of the Gram matrix of the others, for
-    (..., rows, channels)."""
-    norms, vectors = rows[..., 0], rows[..., 1:]
-    left = vectors if vectors.shape[-2] <= vectors.shape[-1] else vectors.mT
-    return torch.stack(((norms * norms).sum(-1), ((left @ left.mT) ** 2).sum((-2, -1))))
-
-
-def _participation(gram: Tensor) -> Tensor:
-    trace, square = gram
-    return (trace**2 / square.clamp_min(1e-300)).clamp_min(1)
+def _gram_norm(rows: Tensor) -> Tensor:
+    smaller = rows if rows.shape[-2] <= rows.shape[-1] else rows.mT
+    product = smaller @ smaller.mT
+    return (product * product).sum((-2, -1))
 
 
 def _region_sums(name: str, squares: list[Tensor]) -> dict[str, Tensor]:
