@@ -67,7 +67,8 @@ class Modifiers:
             s = s.nan_to_num(0)
         if bool((s.abs() > 60).any()) and has("scores clamped"):
             s = s.clamp(-60 if self.addresses.way else None, 60)
-        if has("a key counted twice") or has("tile borders counted twice"):
+        again = has("tail keys unmasked") and self.addresses.way == 4
+        if again or has("a key counted twice") or has("tile borders counted twice"):
             s = torch.where(self._twice(j), s + math.log(2), s)
         shown = self.shown = self._shown(i, j, backward)
         if has("masked after softmax") and not backward:
@@ -101,10 +102,10 @@ class Modifiers:
         last, way = self.limit - 1, self.addresses.way
         if self.has("a key counted twice"):
             return j == (0 if way else last)
-        if way == 1:  # the first key of a tile is also the last one of the tile before
-            return (j > 0) & (j % self.tile_kv == 0)
-        if way == 2:  # past the end the first keys come again
+        if self.has("tail keys unmasked"):  # past the end the first keys come again
             return j < -self.limit % self.tile_kv
+        if way:  # the first key of a tile is also the last one of the tile before
+            return (j > 0) & (j % self.tile_kv == 0)
         whole = self.limit // self.tile_kv * self.tile_kv  # the last tile is moved back to be a whole one
         return (j >= self.limit - self.tile_kv) & (j < whole) & (whole < self.limit) & (whole > 0)
 
