@@ -227,6 +227,21 @@ def test_it_does_visit_them():
     assert seen[..., :32, :].isnan().any()
 
 
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("warps", Plan("cpu", "tiled", 32, 32, warps=4)),
+        ("stages", Plan("cpu", "split_kv", split_kv=32, stages=2)),
+        ("split_kv", Plan("cpu", "tiled", 32, 32, split_kv=64)),
+        ("tile_q", Plan("cpu", "split_kv", tile_q=8, split_kv=32)),
+    ],
+)
+def test_what_a_schedule_has_no_choice_of_is_refused(name, plan):
+    q = randn(1, 1, 64, 16)
+    with pytest.raises(ValueError, match=f"plan {name}: was .*, must be 0: '{plan.schedule}' of backend 'cpu' has no"):
+        attention(q, q, q, plan=plan)
+
+
 def test_schedules_without_hidden_tiles_refuse_to_visit_them():
     q = randn(1, 1, 64, 16)
     for plan in (

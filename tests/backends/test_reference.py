@@ -277,6 +277,7 @@ def test_standard_rounds_scores_and_probs_to_the_dtype() -> None:
         (Plan("reference", "kv_outer", 4), "plan tile_kv: was 0, must be >= 1"),
         (Plan("reference", "eager", 4), "plan tile_q: was 4, must be 0"),
         (Plan("reference", "q_outer", 4, 4, split_kv=8), "plan split_kv: was 8, but"),
+        (Plan("reference", "q_outer", 4, 4, warps=4), "plan warps: was 4, but"),
         (Plan("reference", "eager", isa="avx2"), "plan isa: was 'avx2', but"),
     ],
     ids=lambda x: x if isinstance(x, str) else x.schedule,

@@ -152,6 +152,12 @@ def check_plan(problem: Problem, plan: Plan) -> None:
         raise ValueError(f"plan schedule: was {plan.schedule!r}, must be 'tiled' or 'split_kv' on backend 'cpu'")
     if plan.isa and plan.isa not in isas():
         raise ValueError(f"plan isa: was {plan.isa!r}, must be one of {isas()} on this machine")
+    for name in ("warps", "stages", *(("split_kv",) if plan.schedule == "tiled" else ("tile_q", "tile_kv"))):
+        size = getattr(plan, name)
+        if size:
+            raise ValueError(
+                f"plan {name}: was {size}, must be 0: {plan.schedule!r} of backend 'cpu' has no such choice"
+            )
     if plan.schedule == "tiled":
         if problem.form == "decode":
             raise ValueError("plan schedule: was 'tiled', must be 'split_kv' for a cache")

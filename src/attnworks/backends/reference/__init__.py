@@ -51,7 +51,7 @@ def adapt(problem: Problem, plan: Plan, hardware: Hardware) -> Plan:
 def check_plan(problem: Problem, plan: Plan) -> None:
     if plan.schedule not in SCHEDULES:
         raise ValueError(f"plan schedule: was {plan.schedule!r}, must be one of {SCHEDULES} on backend 'reference'")
-    for name in ("split_kv", "isa", "visit_all"):
+    for name in ("split_kv", "isa", "warps", "stages", "visit_all"):
         if getattr(plan, name):
             raise ValueError(f"plan {name}: was {getattr(plan, name)!r}, but backend 'reference' has no such choice")
     for name in ("tile_q", "tile_kv"):
