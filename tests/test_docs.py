@@ -15,9 +15,7 @@ from attnworks.workbench.cli import main
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     *("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md"),
-    *("docs/README.md", "docs/benchmarking.md", "docs/case_study.md", "docs/faq.md", "docs/flow.md"),
-    *("docs/generations.md", "docs/glossary.md", "docs/history.md", "docs/masks.md", "docs/report.md", "docs/sweep.md"),
-    *("docs/traffic.md", "docs/training.md", "docs/transformers.md", "docs/verify.md"),
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 ]
 CODE = re.compile(r"`([^`\n]+)`|```\w*\n(.*?)```", re.DOTALL)
 PATH = re.compile(r"\.?[\w][\w./-]*(/|\.(py|md|toml|txt|h|cpp|yaml|sh|json)\b)[\w./]*")
