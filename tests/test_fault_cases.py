@@ -18,6 +18,7 @@ from attnworks import (
     Plan,
     Sink,
     Softcap,
+    UnsupportedError,
     Window,
     attention,
     attention_decode,
@@ -913,6 +914,8 @@ def test_packed_sequences_and_caches_without_values_give_results_without_values(
         new, cache, step = torch.empty(2, 1, 2, 8), torch.empty(6, 4, 2, 8), torch.empty(2, 1, 4, 8)
         paged = {"kv_lens": lens, "page_table": table, "k_new": new, "v_new": new[..., :5]}
         cached = attention_decode(step, cache, cache[..., :5], **paged, return_lse=True)
+        with pytest.raises(UnsupportedError, match=r"on meta|a tracer or a tensor subclass"):
+            attention_decode(step, cache, cache, **{**paged, "v_new": new}, backend="cpu")
     assert [x.shape for x in (*packed, grad)] == [(7, 4, 8), (4, 7), (7, 4, 8)]
     assert [x.shape for x in cached] == [(2, 1, 4, 5), (2, 4, 1)]
     for tensor in (*packed, *cached, grad):

@@ -161,7 +161,7 @@ def attention_varlen(
         "plan": plan,
         "validate": validate,
     }
-    if is_compiling() or _only_shapes(q):
+    if is_compiling() or (backend == "auto" and plan is None and _only_shapes(q)):
         return _traced("attention_varlen", q, k, v, **options)
     launch, operands = calls.varlen(q, k, v, **options)
     out, lse = launch(operands)
@@ -203,7 +203,11 @@ def attention_decode(
     errors are those of ``attention``. The caches are written only once every check has passed.
     """
     # Where torch.export runs this function, it does so on tensors of types of its own.
-    if is_dynamo_compiling() or (type(q) is not Tensor and is_compiling()) or _only_shapes(q):
+    if (
+        is_dynamo_compiling()
+        or (type(q) is not Tensor and is_compiling())
+        or (backend == "auto" and plan is None and _only_shapes(q))
+    ):
         # fmt: off
         return _traced(
             "attention_decode", q, k_cache, v_cache, kv_lens=kv_lens, page_table=page_table, k_new=k_new, v_new=v_new,
@@ -260,7 +264,8 @@ _split_scores: Callable[[object], tuple[ScoreSpec, tuple[Tensor, ...]]] = scores
 
 
 def _only_shapes(q: object) -> bool:
-    """Whether q has no values, on "meta" or as a fake tensor: nor have then the lengths, which a call would read."""
+    """Whether q has no values, on "meta" or as a fake tensor: nor have then the lengths, which a call would read. A
+    backend that was named must be asked all the same: most refuse."""
     return getattr(q, "is_meta", False) or (type(q) is not Tensor and hasattr(q, "fake_mode"))
 
 

@@ -11,8 +11,8 @@ _INTRODUCTION = """# Symptoms, causes, checks
 
 What wrong attention kernels look like from outside, the line of maths that is broken, and where to look.
 `attnworks diagnose your.module:attention` compares a kernel with all of these and says which comes nearest
-([diagnose.md](diagnose.md)); this page is for reading without it. It is generated from `src/attnworks/workbench/diagnose/causes/`:
-`python -m attnworks.workbench.diagnose.symptoms > docs/symptoms.md`.
+([diagnose.md](diagnose.md)); this page is for reading without it. It is generated from
+`src/attnworks/workbench/diagnose/causes/`: `python -m attnworks.workbench.diagnose.symptoms > docs/symptoms.md`.
 
 S are the scores, P the weights, m and l the running maximum and sum, O the output; i counts queries, j keys.
 
