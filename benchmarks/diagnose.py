@@ -169,7 +169,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "correction by another exponent": ("rescaled by another exponent",),
     "running maximum rounded": (),
     "V of another tile": ("V of another tile",),
-    "keys past the queries' count": ("keys past a limit unread",),
+    "keys past the queries' count": ("keys end with the queries",),
     "output in another place": ("heads of the output exchanged", "sequences exchanged"),
     "LSE in another place": ("lse of another row",),
     "softcap of another size": ("softcap without its factor",),

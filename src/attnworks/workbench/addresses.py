@@ -37,8 +37,6 @@ class Addresses:
         counted = [len(range(*s.indices(ends_kv[-1]))) for s in read]
         if (self.has("sequences not apart") and self.way in (1, 4, 5)) or self.has("tail keys unmasked"):
             counted = lengths  # they begin with a sequence's own keys, and masks know how many these are
-        if self.has("key offsets from queries") and self.way == 9:
-            counted = lengths
         if self.has("causal from other lengths"):
             counted = self._of_others(ends_q, ends_kv)
         return read, counted
@@ -56,10 +54,7 @@ class Addresses:
             n * length,
             ends_kv[n] + 1,
             ends_kv[n] - 1,
-            ends_kv[n],
         )[self.way - 1]
-        if self.way == 9:  # where they begin is right, how many there are is not
-            return slice(start, start + min(ends_q[n + 1] - ends_q[n], length))
         start = max(0, min(start, total - length))  # a read past the end would be a crash
         return slice(start, start + length)
 

@@ -166,8 +166,10 @@ class Modifiers:
     def _shown(self, i: Tensor, j: Tensor, backward: bool) -> Tensor:
         has = self.has
         end = self.limit - (1 if has("last key dropped") and not self.addresses.way else 0)
-        if end > min(128, self.seq_q) and has("keys past a limit unread"):
-            end = min(end, self.seq_q if self.addresses.way == 7 else 8192 >> self.addresses.way)
+        if end > 128 and has("keys past a limit unread"):
+            end = min(end, 8192 >> self.addresses.way)
+        if end > self.seq_q and has("keys end with the queries"):
+            end = self.seq_q
         shown = ((j < end) & (j > 0 if has("first key dropped") else j >= 0)).expand(1, self.seq_q, -1)
         if backward and has("mask missing in backward"):
             return shown

@@ -81,6 +81,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "l = Σ over all keys",
             "A table, a grid or a loop of a fixed size.",
         ),
+        "keys end with the queries": Cause(
+            "Right where there are no more keys than queries; else as if the other keys were not there.",
+            "l = Σ over all seq_kv keys",
+            "The bound of the loop over keys: seq_q, or the queries' offsets of packed sequences.",
+        ),
         "first tile only": Cause(
             "Right up to one tile of keys, then the later keys do not matter at all.",
             "O sums over all tiles of keys",
