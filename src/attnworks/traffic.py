@@ -153,12 +153,17 @@ def estimate(
 
 def modelled_seconds(problem: Problem, schedule: str, tile_q: int, tile_kv: int, hardware: Hardware) -> float:
     """Time by which plans are compared: bytes and products at the machine's rates, stretched by units left idle in the
-    last wave of tasks. Where the machine states no rates, nominal ones weigh the two; compare, don't quote."""
+    last wave of tasks, which "stream_k" leaves none of. Where the machine states no rates, nominal ones weigh the two;
+    compare, don't quote."""
     moved = estimate(problem, schedule, tile_q, tile_kv)
     units = max(hardware.units, 1)
     memory = moved.total_bytes / (hardware.bandwidth or _NOMINAL_BANDWIDTH_PER_UNIT * units)
     compute = moved.flops / (hardware.flops_for(problem.dtype) or _NOMINAL_FLOPS_PER_UNIT * units)
-    tasks = problem.batch * problem.heads_q * math.ceil(problem.seq_q / tile_q) if tile_q else units
+    tasks = (
+        problem.batch * problem.heads_q * math.ceil(problem.seq_q / tile_q)
+        if tile_q and schedule != "stream_k"
+        else units
+    )
     waves = math.ceil(tasks / units)
     return (memory + compute) * (waves * units / tasks if tasks else 1.0)
 
