@@ -25,12 +25,16 @@ def db_option(command: Command) -> Command:
     )(command)
 
 
-def keep(db: Path | None, records: Sequence[Record]) -> None:
-    """Add records to the history. Where the usual file cannot be written, that is said on stderr and no error: the
-    numbers that were asked for are there. Raises ``HistoryError`` for a file that was named."""
+def keep(db: Path | None, records: Sequence[Record], before: Sequence[Record] = ()) -> None:
+    """Add records to the history, or put them in the place of those that were kept ``before``, one for each. Where the
+    usual file cannot be written, that is said on stderr and no error: the numbers that were asked for are there. Raises
+    ``HistoryError`` for a file that was named."""
     kept = History(db)
     try:
-        kept.add(records)
+        if before:
+            kept.amend(zip(before, records, strict=True))
+        else:
+            kept.add(records)
     except HistoryError as error:
         if db is not None:
             raise
