@@ -208,13 +208,19 @@ def test_a_shared_last_wave_writes_its_parts_once_and_finds_them_in_the_cache():
     whole = levels.levels(p, schedules.of_plan(p, replace(plan, schedule="q_outer")), H200)
     bytes_ = parts * 128 * (128 + 1) * 4
     assert found.written - whole.written == bytes_
-    assert {row.kernel: (row.read, row.written, row.cache) for row in found.rows if row.array == "part"} == {
-        "forward": (0, bytes_, bytes_), "merge": (0, 0, bytes_),
-    }  # fmt: skip
+    left, merged = (row for row in found.rows if row.array == "part")
+    assert (left.read, left.written, left.cache) == (0, bytes_, bytes_)
+    assert (merged.written, merged.cache) == (0, bytes_) and merged.read < 1e-3 * bytes_
     assert found.read - whole.read < 2**20, "K and V are read as before"
     assert whole.idle > 0.03 > 0.001 > found.idle
     without = levels.levels(p, schedule, replace(H200, shared_cache_bytes=2**20))
     assert [row.read for row in without.rows if row.array == "part"] == [0, bytes_]
+    wide = problem(16384, heads_q=8, heads_kv=8, batch=1, head_dim=256)  # 100 tiles, in parts of 29 MiB beside K and V
+    some = levels.levels(wide, schedules.named("cuda", wide, H200), H200)
+    _, merged = (row for row in some.rows if row.array == "part")
+    assert 0.01 < merged.read / merged.cache < 0.2
+    q = [row for row in some.rows if row.array == "q"]
+    assert sum(row.read for row in q) == 8 * 16384 * 256 * 2 < sum(row.cache for row in q), "parts share it"
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ GPU's L2, a CPU's last level), and the model of it is this:
   ``USABLE`` of the cache of what the heads in flight read again (the working set) is read anew each time.
 - A program that has a head to itself shares with nobody: what does not fit it reads anew in every turn.
 - What one pass leaves is found by the next if all that both touch fits; between passes of one program, if it fits for
-  the heads in flight; after tiles that are cut ("stream-K"), which come last, if what these touched fits, of which what
-  one program alone reads or leaves is in the cache once. Before the first pass the cache is cold.
+  the heads in flight. Tiles that are cut ("stream-K") come last: of their parts' results so much is lost as by half of
+  what these tiles, and the pass that merges them, touch. Before the first pass the cache is cold.
 - Everything stored reaches the slow memory once, sooner or later; what is updated in place, once if it fits.
 """
 
@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attnworks.hardware import Hardware
@@ -206,17 +207,20 @@ def _rows(p: Problem, schedule: Schedule, hardware: Hardware, maps: Maps | None)
         touched: dict[str, int] = Counter()
         for part in own:
             touched[part.array] += part.distinct
-        last = _of_cut_tiles(p, schedule, number) if one.cuts else touched
+        last = _last_touched(p, schedule, number) if one.cuts else touched
         heads_of_pass = max(counting.programs(p, schedule, one)[1], 1)
         share = flight.heads / heads_of_pass if one.fused else 1.0
-        survives = share * sum((left | (touched if one.inner else last)).values()) <= capacity
+        survives = share * sum((left | touched).values()) <= capacity
+        lost = 0.0 if survives else 1.0
+        if one.cuts and not one.inner:  # half of it came after what is looked for, on average
+            lost = float(reuse.lost(torch.tensor(sum((left | last).values()) / 2), capacity))
         kept = min(capacity / max(_working_set(p, one, own, flight), 1e-9), 1.0)
         missed = _missed(p, one, own, flight, capacity)
         for part in own:
             read, written, why = _through_cache(one, part, flight, kept, missed.get(part.array, 0.0))
-            if survives and part.array in left:
+            if lost < 1 and part.array in left:
                 if part.loaded:
-                    read, why = 0, "left by the pass before"
+                    read, why = round(part.loaded * lost), "left by the pass before"
                 if written:  # over what has not reached the slow memory yet
                     found = [row._replace(written=0) if row.array == part.array else row for row in found]
             found.append(Crossed(one.name, part.array, part.loaded + part.stored, read, written, why))
@@ -224,7 +228,7 @@ def _rows(p: Problem, schedule: Schedule, hardware: Hardware, maps: Maps | None)
     yield from found
 
 
-def _of_cut_tiles(p: Problem, schedule: Schedule, number: int) -> dict[str, int]:
+def _last_touched(p: Problem, schedule: Schedule, number: int) -> dict[str, int]:
     """What a pass touches last, bytes by matrix; of what one program alone reads or stores the ``USABLE`` share, as it
     goes through one half of the cache."""
     found = counting.last_touched(p, schedule, number)
@@ -251,8 +255,9 @@ def _again(part: Moved) -> bool:
 
 def _missed(p: Problem, one: Pass, moved: list[Moved], flight: _InFlight, capacity: float) -> dict[str, float]:
     """By matrix, how many times over it is read anew by later turns of programs."""
-    again = [part for part in moved if _again(part)]
-    passing = sum(part.loaded + part.stored for part in moved if not _again(part)) * flight.at_once / 2
+    # Several programs read the queries of a tile that is cut, but all in the same turn.
+    again = [part for part in moved if _again(part) and (part.part == "kv" or not one.cuts)]
+    passing = sum(part.loaded + part.stored for part in moved if part not in again) * flight.at_once / 2
     found = {}
     for part in again:
         if one.outer == "kv" and not flight.in_step:
