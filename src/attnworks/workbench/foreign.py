@@ -181,4 +181,8 @@ def _complaint(provider: Foreign, results: Sequence[Result]) -> str:
     if not failed:
         return ""
     named = ", ".join(dict.fromkeys(f"{result.case.name} ({result.check})" for result in failed[:_NAMES_SHOWN]))
-    return f"{provider.name}: failed {len(failed)} checks of verify --quick: {named}: not benchmarked"
+    others = len(failed) - len(failed[:_NAMES_SHOWN])
+    return (
+        f"{provider.name}: failed {len(failed)} checks of verify --quick: {named}{f' and {others} more' if others else ''}: "
+        f"not benchmarked (attnworks diagnose {provider.name} says what is probably wrong)"
+    )
