@@ -250,6 +250,24 @@ def test_cut_tiles_under_a_mask_are_not_described(changes):
         count(problem(64, 64, **changes), own)
 
 
+def test_cuts_are_for_their_own_tiles():
+    body = replace(papers.Q_OUTER.passes[0], cuts=((1, 3),), parts=("part",))
+    own = Schedule("cut", (body,), tile_q=16, tile_kv=16)
+    assert count(problem(64, 64), own) == count(problem(64, 64), own.with_tiles(16, 0))
+    for tiles in ((32, 0), (0, 32)):
+        with pytest.raises(ValueError, match=r"must be \(16, 16\), for which 'cut' says where to cut"):
+            own.with_tiles(*tiles)
+    wrong = {
+        ((4,),): r"held \(4,\), must be rising numbers of tiles of keys in 1..3",
+        ((2, 1),): "rising",
+        ((0,),): "rising",
+        ((),) * 49: "of 49 tiles of queries, must be of at most 48",
+    }
+    for cuts, words in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            count(problem(64, 64), replace(own, passes=(replace(body, cuts=cuts),)))
+
+
 def test_a_plan_that_visits_all_tiles_moves_and_computes_as_without_a_mask():
     plan = Plan("triton", "q_outer", 16, 16, visit_all=True)
     p, free = problem(64, 64, mask=Causal()), problem(64, 64)
@@ -290,6 +308,11 @@ def test_plans_are_chosen_for_a_machine_that_is_not_here(backend):
 def test_a_backend_is_not_shown_where_it_does_not_run(backend, machine):
     with pytest.raises(ValueError, match="backend"):
         schedules.plan_on(problem(), backend, hardware.load(machine))
+
+
+def test_nor_is_the_hopper_kernel_in_a_dtype_that_it_refuses():
+    with pytest.raises(ValueError, match="'cuda' runs bfloat16 and float16, not float32"):
+        schedules.plan_on(problem(dtype=torch.float32), "cuda", hardware.load("h200-sxm"))
 
 
 # ---- a schedule of one's own -----------------------------------------------------------------------------------------

@@ -163,7 +163,10 @@ class Schedule:
         return ARRAYS | {array.name: array for array in self.arrays}
 
     def with_tiles(self, tile_q: int = 0, tile_kv: int = 0) -> Schedule:
-        """The schedule with other tiles; 0 keeps its own."""
+        """The schedule with other tiles; 0 keeps its own. Raises ``ValueError`` where ``cuts`` are for these."""
+        own, asked = (self.tile_q, self.tile_kv), (tile_q or self.tile_q, tile_kv or self.tile_kv)
+        if asked != own and any(one.cuts for one in self.passes):
+            raise ValueError(f"tile_q, tile_kv: were {asked}, must be {own}, for which {self.name!r} says where to cut")
         return replace(self, tile_q=tile_q or self.tile_q, tile_kv=tile_kv or self.tile_kv)
 
 
@@ -190,20 +193,19 @@ def grid_of_pass(p: Problem, schedule: Schedule, one: Pass, lengths: Lengths | N
 def _uncut_grid(p: Problem, schedule: Schedule, one: Pass, lengths: Lengths | None) -> Grid:
     """The grid of a pass that has ``cuts``. Raises ``ValueError`` where not all sequences and heads see all keys."""
     grid = grid_of(p, *_tiles(schedule, one))
-    if (
-        lengths is not None
-        or p.form == "varlen"
-        or bool((grid.visits < len(grid.keys)).any())
-        or any(not isinstance(term, Bounds) for term in p.mask)
-    ):
+    whole = bool((grid.visits == len(grid.keys)).all()) and all(isinstance(term, Bounds) for term in p.mask)
+    if lengths is not None or p.form == "varlen" or not whole:
         raise ValueError(
             f"schedule: {schedule.name!r} cuts tiles of queries, which no mask or packed sequence can have"
         )
-    tiles = p.batch * p.heads_q * len(grid.rows)
+    tiles, keys = p.batch * p.heads_q * len(grid.rows), range(1, len(grid.keys))
     if len(one.cuts) > tiles:
         raise ValueError(
-            f"Pass cuts: was of {len(one.cuts)} tiles of queries, must be of at most the {tiles} there are"
+            f"Pass cuts: was of {len(one.cuts)} tiles of queries, must be of at most {tiles}, as there are"
         )
+    for cut in one.cuts:
+        if list(cut) != sorted(set(cut).intersection(keys)):
+            raise ValueError(f"Pass cuts: held {cut}, must be rising numbers of tiles of keys in 1..{len(keys)}")
     return grid
 
 

@@ -256,11 +256,13 @@ def plan_on(p: Problem, backend: str, hardware: Hardware) -> Plan:
         if not found:
             raise ValueError(f"backend: 'triton' has no plan for {hardware.name}: {plans.why_none_fits(p, hardware)}")
     else:
-        from attnworks.backends.cuda import CAPABILITY
+        from attnworks.backends.cuda import CAPABILITY, DTYPES
         from attnworks.backends.cuda import plans as cuda_plans
 
         if p.form == "decode" or hardware.capability not in (CAPABILITY, None):
             raise ValueError(f"backend: 'cuda' runs no caches, and nothing but compute capability {CAPABILITY}")
+        if p.dtype not in DTYPES:
+            raise ValueError(f"backend: 'cuda' runs bfloat16 and float16, not {str(p.dtype).removeprefix('torch.')}")
         found = [cuda_plans.plan_for(p, hardware.units)]
     if not found:
         raise ValueError(f"backend: {backend!r} has no plan that fits {hardware.name}")
