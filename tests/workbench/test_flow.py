@@ -129,7 +129,7 @@ def cut():
     edges = ((), (3,), (1, 6), (9,), (2, 4), (5,), (), (7, 8))
     body = replace(papers.Q_OUTER.passes[0], cuts=edges, parts=("part",))
     merge = loops.Pass("merge", outer="q", keeps=("part",), leaves=("out", "lse"), cuts=edges)
-    return p, [replace(papers.Q_OUTER, passes=(body, merge)).with_tiles(8, 32)], {}
+    return p, [replace(papers.Q_OUTER, passes=(body, merge), tile_q=8, tile_kv=32)], {}
 
 
 def steps_of(p, asked, lengths=None, maps=None):
@@ -362,4 +362,22 @@ def test_every_step_of_a_small_problem_is_drawn_without_an_error(browser, tmp_pa
         return found; }""")
     assert len(set(drawn)) == len(drawn), "every step looks different"
     assert not any("NaN" in one or "undefined" in one for one in drawn)
+    assert said == []
+
+
+def test_results_of_cut_tiles_are_there_when_they_are_merged(browser, tmp_path):
+    p, asked, _ = cut()
+    file = tmp_path / "flow.html"
+    file.write_text(flow.render(flow.story(p, asked)), encoding="utf-8")
+    page, said = opened(browser, file)
+    steps = list(loops.walk(p, asked[0]))
+    forward = max(n for n, step in enumerate(steps) if step.number == 0)
+    wholes = next(n for n, step in enumerate(steps) if step.kind == "end" and step.q_tile == 3)
+
+    def there(name, step):
+        return page.evaluate(f"present(schedules[0], schedules[0].names.{name}, schedules[0].steps[{step}]).rows")
+
+    assert there("out", wholes) == there("out", forward) == pytest.approx(4 / 12), "whole tiles leave theirs at once"
+    assert there("part", forward) == there("part", len(steps) - 1) == 1 > there("part", wholes)
+    assert there("out", len(steps) - 1) == 1
     assert said == []
