@@ -13,8 +13,8 @@ The model counts what a schedule must move when its tiles live on chip and nothi
 - "split_kv": decode. The visible K and V read once by each KV head's group of queries; fp32 partial results written and
   read where there is more than one split.
 
-"stream_k" counts as "q_outer" here: into how many parts its last tiles are cut depends on the machine, and their results
-are counted by ``workbench/schedules.py``.
+"stream_k" counts as "q_outer" here: into how many parts its last tiles are cut depends on the machine, and what these
+write and read is counted in ``workbench/schedules.py``.
 
 In the other tiled schedules every query head reads its KV head's keys for itself, so GQA saves nothing of these
 re-reads. Tiles that closed bounds hide are never loaded. Tiling saves bytes, not FLOPs: without a mask every schedule
