@@ -1,7 +1,7 @@
 """The GPU bars: the Triton backend against cuDNN, FlashAttention-2, FlexAttention and standard attention. The CUDA
 backend's are in hopper.py.
 
-    python benchmarks/gpu.py                            about 8 minutes on an H200
+    python benchmarks/gpu.py                            about 9 minutes on an H200
     python benchmarks/gpu.py --section forward backward --lengths 4096 16384
     python benchmarks/gpu.py --markdown docs/results/gpu.md --json > rows.json
 
@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from attnworks import Causal, Window, attention, masks, tilemap
+from attnworks import Causal, Window, attention, attention_decode, masks, tilemap
 from attnworks.plan import Plan
 from attnworks.workbench import environment, statistics
 from attnworks.workbench.device_time import Clock, Run
@@ -45,8 +45,8 @@ BACKWARD_BARS = {"FA2": 1.1, "FlexAttention": 1.1}
 MASK_BAR = 1.15
 FOLLOWS_BAR = 0.15  # how far the time may lie from visible share x full time
 HOST_BAR, COMPILE_BAR = 25.0, 4.0  # microseconds, seconds
-DOCUMENTS, BATCH = "16 documents", "the documents as a batch, no mask"
-SECTIONS = ("forward", "backward", "masks", "host", "compile")
+DOCUMENTS, BATCH, FULL = "16 documents", "the documents as a batch, no mask", "full attention"
+SECTIONS = ("forward", "backward", "masks", "decode", "host", "compile")
 
 compiled_flex = torch.compile(flex_attention, mode="max-autotune-no-cudagraphs", dynamic=False)
 
@@ -188,8 +188,8 @@ def backward_rows(lengths: list[int], rounds: int, without: list[str]) -> Iterat
 
 def mask_rows(rounds: int) -> Iterator[Row]:
     """A window, documents and a user's mask at 16k, D=128: ratio to FlexAttention, and whether the time follows the
-    visible tiles. The documents also as a batch of sequences without a mask, which shows what of their time is the
-    mask's and what is that of short loops."""
+    visible tiles of full attention's, which takes turns with them. The documents also as a batch of sequences without a
+    mask, which shows what of their time is the mask's and what is that of short loops."""
     length, head_dim, documents = TOKENS, 128, 16
     document = torch.arange(length, device="cuda") // (length // documents)
     window = 1024
@@ -205,11 +205,10 @@ def mask_rows(rounds: int) -> Iterator[Row]:
 
     q, k, v = inputs(head_dim, length)
     alone = [x[0].unflatten(1, (documents, -1)).transpose(0, 1) for x in (q, k, v)]
-    full = statistics.median(measure({"full": lambda: attention(q, k, v, backend="triton")}, rounds)["full"])
     tried = (
-        ("window of 1k", Window(window - 1, 0), in_window),
-        (DOCUMENTS, of_document, of_document),
         ("user's mask (prefix, local, strided blocks)", prefix_and_strided, prefix_and_strided),
+        (DOCUMENTS, of_document, of_document),
+        ("window of 1k", Window(window - 1, 0), in_window),
     )
     for name, mask, predicate in tried:
         torch.compiler.reset()
@@ -223,7 +222,8 @@ def mask_rows(rounds: int) -> Iterator[Row]:
             kept[BATCH] = lambda: attention(*alone, backend="triton")
             if not close(kept[BATCH]().transpose(0, 1).flatten(1, 2), kept["attnworks"]()[0]):
                 raise RuntimeError(f"{BATCH}: its result is not that of the documents")
-        times = measure(kept, rounds)
+        times = measure(kept | {FULL: lambda: attention(q, k, v, backend="triton")}, rounds)
+        full = statistics.median(times.pop(FULL))
         spec, operands = masks.split(mask)
         found = tilemap.build(
             spec, operands, batch=1, heads=1, seq_q=length, seq_kv=length, tile_q=64, tile_kv=64, device="cuda"
@@ -239,6 +239,38 @@ def mask_rows(rounds: int) -> Iterator[Row]:
             bar, held = (f"within {FOLLOWS_BAR:.0%}", abs(off) <= FOLLOWS_BAR) if timed != BATCH else ("", None)
             problem = name if timed != BATCH else BATCH
             yield Row("Masks", problem, "visible tiles x full time", f"{off:+.0%}", bar, held, detail)
+
+
+def decode_rows(rounds: int) -> Iterator[Row]:
+    """One query for each sequence, 32 query and 8 KV heads, D=128, beside SDPA's two kernels for grouped heads. No bar;
+    with it at how many GB/s the caches are read."""
+    for batch, length in ((1, 16384), (8, 4096), (8, 16384), (64, 4096)):
+        q = torch.randn(batch, 1, 32, 128, dtype=torch.bfloat16, device="cuda")
+        k, v = (torch.randn(batch, length, 8, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+
+        def by(kind: SDPBackend, given: list[Tensor] = heads_first) -> Run:
+            def run() -> Tensor:
+                with sdpa_kernel(kind):
+                    return F.scaled_dot_product_attention(*given, enable_gqa=True).transpose(1, 2)
+
+            return run
+
+        tried: dict[str, Run] = {
+            "attnworks": lambda q=q, k=k, v=v, lens=lens: attention_decode(q, k, v, kv_lens=lens, backend="triton"),
+            "FA2": by(SDPBackend.FLASH_ATTENTION),
+            "cuDNN": by(SDPBackend.CUDNN_ATTENTION),
+        }
+        times = measure(right(tried), rounds)
+        own = times["attnworks"]
+        speed = (k.nbytes + v.nbytes) / statistics.median(own) / 1e6
+        for name in [name for name in times if name != "attnworks"]:
+            found = statistics.ratio(own, times[name], paired=True)
+            detail = (
+                f"{speed:.0f} GB/s, {statistics.median(own):.4f} ms; {name} {statistics.median(times[name]):.4f} ms"
+            )
+            yield Row("Decode", f"batch {batch}, {length} keys, heads 32/8", name, str(found), "", None, detail)
 
 
 def host_microseconds(runs: dict[str, Callable[[int], Any]], laps: int = 100, calls: int = 100) -> dict[str, float]:
@@ -317,6 +349,7 @@ def main() -> None:
         "forward": lambda: forward_rows(lengths, chosen.rounds, chosen.without),
         "backward": lambda: backward_rows(lengths, chosen.rounds, chosen.without),
         "masks": lambda: mask_rows(chosen.rounds),
+        "decode": lambda: decode_rows(chosen.rounds),
         "host": host_rows,
         "compile": compile_rows,
     }

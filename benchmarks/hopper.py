@@ -31,7 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from attnworks import Causal, Window, attention, attention_varlen, explain
+from attnworks import Causal, Plan, Window, attention, attention_varlen, explain
+from attnworks.backends.cuda import plans
 from attnworks.workbench import statistics
 from attnworks.workbench.device_time import Run
 from gpu import (
@@ -54,6 +55,7 @@ LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
 PEERS = ("cuDNN", "FA3", "FA4")
 HOST_BAR, COMPILE_BAR, CACHED_BAR = 12.0, 2.5, 0.05  # microseconds, seconds, seconds
 PER_FLOP, PER_FLOP_BAR = "dense at N=4096, as many FLOPs", 0.97  # of the dense rate
+PER_TILE = "dense at N=4096, as many whole tiles"
 WINDOW = 1024
 WAVES = ((17, 1024, 4096), (9, 2048, 2048), (34, 512, 8192))  # heads, rows, keys: 136 to 144 tiles of 128 rows
 PRODUCT = 8192  # rows and columns of the matrix product
@@ -232,9 +234,20 @@ def _packed_rows(rounds: int) -> Iterator[Row]:
         flops = sum(4 * heads * 128 * (n * (n + 1) / 2 if causal else n * n) for n in lengths)
         runs[PER_FLOP] = lambda mask=mask: attention(*dense, mask=mask, backend="cuda")
         times = measure({name: _first(run) for name, run in runs.items()}, rounds)
+        found = explain(*dense, mask=mask, backend="cuda")
+        packed = plans.plan_for(replace(found.problem, form="varlen", seq_q=longest, seq_kv=longest))
+        tiles = sum(_pairs_of_tiles(n, packed, causal) for n in lengths) * heads
+        dense_tiles = _pairs_of_tiles(4096, found.plan, causal) * dense[0].shape[0] * dense[0].shape[1]
+        times[PER_TILE] = [taken * tiles / dense_tiles for taken in times[PER_FLOP]]
         times[PER_FLOP] = [taken * flops / products(dense[0], causal) for taken in times[PER_FLOP]]
         name = f"{len(lengths)} packed sequences of {min(lengths)} to {longest} {'causal' if causal else 'full'}"
         yield from rows_of("Shapes", name, times, {PER_FLOP: PER_FLOP_BAR}, flops)
+
+
+def _pairs_of_tiles(length: int, plan: Plan, causal: bool) -> int:
+    """Of a query and a key, in the tiles that a sequence visits: also of rows that it has not, and of hidden keys."""
+    ends = (min(begin + plan.tile_q, length) if causal else length for begin in range(0, length, plan.tile_q))
+    return sum(-(-end // plan.tile_kv) * plan.tile_kv for end in ends) * plan.tile_q
 
 
 def host_rows() -> Iterator[Row]:

@@ -37,10 +37,15 @@ def _grouped(plan: Plan) -> Plan:
     return Plan("triton", "grouped", 16, 16, warps=4, stages=1)
 
 
+def _described(plan: Plan) -> Plan:
+    return Plan("triton", "q_outer", 16, 16, isa="tma", warps=4, stages=2)
+
+
 PREFERRED = BackendSubject("triton", triton)
 SMALL = BackendSubject("triton, tiles of 16", triton, _tiles_of_16)
 GROUPED = BackendSubject("triton, grouped", triton, _grouped)
 WIDE = BackendSubject("triton, 16 x 32", triton, _wide_tiles)
+DESCRIBED = BackendSubject("triton, tensor descriptors", triton, _described)
 SPLITS = BackendSubject("triton, splits of 16", triton, _splits)
 
 
@@ -162,6 +167,7 @@ MUTANTS = (  # what mutants are tried on: two tiles
     dense("softcap, few", scores=(Softcap(2.0),), **FEW),
     dense("scale -0.7, few", scale=-0.7, lse_cotangent=True, heads_q=1, **FEW),
     dense("heads 6/2, few", heads_q=6, **FEW | {"heads_kv": 2}),
+    dense("heads 6/2, few, fp16", heads_q=6, mask=CAUSAL, dtype=FP16, **FEW | {"heads_kv": 2}),
     dense("rising maximum, few", generator="rising maximum", gradients=False, **FEW),
 )
 CASES = (*MASKS, *SCORES, *NUMBERS, *SIZES, *PACKED, *CACHES)
@@ -175,6 +181,8 @@ PAIRS = (
     *((GROUPED, replace(BY_NAME[name], gradients=False))
       for name in ("heads 6/2, causal", "window", "two alignments, nothing to the left", "predicate", "alibi",
                    "varlen, heads 6/2", "varlen, softcap, sink, bf16", "decode, 4 queries, causal")),
+    *((DESCRIBED, replace(BY_NAME[name], dtype=FP16))
+      for name in ("no mask", "window", "boolean mask", "heads 6/2", "softcap", "swapped, bshd", "size 1", "size 17")),
     *((SPLITS, replace(BY_NAME[name], gradients=False))
       for name in ("no mask", "causal", "rows without keys", "window", "boolean mask", "sink", "sink 100")),
 )  # fmt: skip

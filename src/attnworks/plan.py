@@ -22,7 +22,8 @@ class Plan:
     "standard", "kv_outer" and "q_outer" on the reference; those and "grouped" and "split_kv" in Triton; "q_outer",
     "split_kv" and "stream_k" in CUDA).
     ``tile_q``, ``tile_kv``: rows and keys of a tile.
-    ``split_kv``: keys of one partial result of a split-KV schedule. ``isa``: instruction set of the CPU backend.
+    ``split_kv``: keys of one partial result of a split-KV schedule. ``isa``: instruction set of the CPU backend; "tma"
+    in Triton: K and V come through tensor descriptors, by the copy engine that NVIDIA's cards have from 9.0.
     ``warps``, ``stages``: warps of a program and depth of its software pipeline on a GPU. 0 and "" mean that the
     schedule has no such choice. ``visit_all``: go through the tiles that the mask hides as well, which changes no
     result as long as what they hold is finite; for the case study that shows what leaving them out is worth.

@@ -48,6 +48,7 @@ class Library:
         self.encoded: list[tuple[Any, ...]] = []
         self.launched: list[SimpleNamespace] = []
         self.merged: list[split.MergeParams] = []
+        self.early: list[bool] = []  # whether a merge's thread blocks may come before the kernel before has ended
         self.answers: list[int] = []  # to the launches that follow
         self.current: list[int] = []
         self.takes = 0.0  # seconds of a launch, in which other threads run
@@ -68,6 +69,9 @@ class Library:
             time.sleep(self.takes)
             if (ctypes.c_uint * 4).from_address(config)[3] == 32 * split.WARPS:
                 address = ctypes.c_void_p.from_address(arguments).value
+                read = driver.LaunchConfig.from_address(config)
+                words = (ctypes.c_int * 3).from_address(read.attributes) if read.attribute_count == 1 else (0, 0, 0)
+                self.early.append((words[0], words[2]) == (6, 1))  # programmatic stream serialisation, allowed
                 self.merged.append(
                     split.MergeParams.from_buffer_copy(ctypes.string_at(address, ctypes.sizeof(split.MergeParams)))
                 )
@@ -372,6 +376,7 @@ def test_parts_of_the_keys_are_merged(library: Library) -> None:
     assert (merged.out, merged.lse, merged.sink) == (out.data_ptr(), lse.data_ptr(), sink.data_ptr())
     assert (seen.params.out_split, seen.params.lse_split) == (out.numel(), lse.numel())
     assert not plans.variant(p, plan).sink, "it enters once, where the parts are merged"
+    assert library.early == [True] and not seen.config.attribute_count
 
 
 @pytest.mark.parametrize(

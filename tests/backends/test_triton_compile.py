@@ -2,6 +2,7 @@
 such as a variable that changes its type from one turn of a loop to the next."""
 
 import os
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -26,6 +27,7 @@ DOCUMENT = torch.zeros(N, dtype=torch.int64)
 Q_OUTER = Plan("triton", "q_outer", 16, 16, warps=4, stages=2)
 
 PROBLEMS = {
+    "full": (None, ()),
     "causal": (Causal(), ()),
     "window": (Window(9, 3), ()),
     "document": (lambda b, h, q, k: DOCUMENT[q] == DOCUMENT[k], ()),
@@ -75,11 +77,14 @@ def _without_values(monkeypatch: pytest.MonkeyPatch) -> None:
     launch.NOTED.clear()
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_forward_and_backward(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "isa"), [*((name, "") for name in PROBLEMS), ("causal", plans.TMA), ("full", plans.TMA)]
+)
+def test_forward_and_backward(name: str, isa: str) -> None:
     problem, operands = posed(name)
-    prepare(problem, Q_OUTER)(operands)
-    run = gradients.prepare_backward(replace(problem, differentiable=True), Q_OUTER)
+    plan = replace(Q_OUTER, isa=isa)
+    prepare(problem, plan)(operands)
+    run = gradients.prepare_backward(replace(problem, differentiable=True), plan)
     needs = (True,) * (3 + len(operands.scores))
     lse = torch.empty(1, HEADS, N, device="meta")
     run(operands, operands.q, lse, operands.q, lse, needs)
@@ -135,7 +140,8 @@ def test_packed_sequences(schedule: str) -> None:
     assert compiled(80) == []
 
 
-def test_matrix_products_overlap_off_the_tile() -> None:
+@pytest.mark.parametrize("isa", ["", plans.TMA])
+def test_matrix_products_overlap_off_the_tile(isa: str) -> None:
     seq, dim, heads = 4000, 64, 4
     strides = (heads * seq * dim, seq * dim, dim)
     problem = replace(
@@ -143,7 +149,39 @@ def test_matrix_products_overlap_off_the_tile() -> None:
         q_strides=strides, k_strides=strides, v_strides=strides,
     )  # fmt: skip
     x = torch.empty(2, heads, seq, dim, dtype=torch.bfloat16, device="meta")
-    prepare(problem, plans.candidates(problem, load("h200-sxm"))[0])(Operands(x, x, x))
-    run = gradients.prepare_backward(replace(problem, differentiable=True), Q_OUTER)
+    plan = replace(plans.candidates(problem, load("h200-sxm"))[0], isa=isa)
+    prepare(problem, plan)(Operands(x, x, x))
+    run = gradients.prepare_backward(replace(problem, differentiable=True), plan)
     run(Operands(x, x, x), x, torch.empty(2, heads, seq, device="meta"), x, None, (True,) * 3)
     assert compiled(90, overlapping=True) == []
+
+
+@pytest.mark.parametrize(("arch", "copies"), [(90, True), (80, False)])
+def test_described_tiles_come_by_the_copy_engine_where_there_is_one(arch: int, copies: bool) -> None:
+    problem, operands = posed("causal")
+    prepare(problem, replace(Q_OUTER, isa=plans.TMA))(operands)
+    [(one, varying)] = launch.NOTED
+    launch.NOTED.clear()
+    arguments = dict(zip(one.kernel.arg_names, varying, strict=False)) | one.fixed
+    found = compile_for(GPUTarget("cuda", arch, 32), one.kernel, arguments, **one.options)
+    assert found.asm is not None, found.error
+    assert ("cp.async.bulk.tensor" in found.asm["ptx"]) is copies
+
+
+def test_rows_of_lse_and_delta_are_read_aligned_whatever_the_length() -> None:
+    """Four bytes at a time dK and dV took half as long again."""
+    seq = 67
+    strides = (HEADS * seq * D, seq * D, D)
+    problem = replace(
+        posed("causal")[0], mask=(), seq_q=seq, seq_kv=seq, q_strides=strides, k_strides=strides, v_strides=strides
+    )
+    x = torch.empty(1, HEADS, seq, D, dtype=torch.bfloat16, device="meta")
+    run = gradients.prepare_backward(replace(problem, differentiable=True), Q_OUTER)
+    run(Operands(x, x, x), x, torch.empty(1, HEADS, seq, device="meta"), x, None, (False, True, True))
+    [(one, varying)] = [noted for noted in launch.NOTED if noted[0].kernel.__name__ == "grad_kv"]
+    launch.NOTED.clear()
+    arguments = dict(zip(one.kernel.arg_names, varying, strict=False)) | one.fixed
+    found = compile_for(GPUTarget("cuda", 90, 32), one.kernel, arguments, **one.options)
+    assert found.asm is not None, found.error
+    sizes = set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], (0x\w+|\d+)", found.asm["ptx"]))
+    assert sizes and "0x4" not in sizes and "4" not in sizes

@@ -9,6 +9,7 @@ from attnworks import masks
 from attnworks.backends import triton
 from attnworks.backends.triton import plans
 from attnworks.hardware import load
+from attnworks.masks import Bounds
 from attnworks.problem import Problem
 
 CARDS = ("a100-sxm-40gb", "l4", "rtx-3090", "rtx-4090", "rtx-5090", "h100-sxm", "h200-sxm", "b200")
@@ -56,3 +57,76 @@ def test_heads_of_a_group_are_packed_where_that_saves_a_quarter_of_the_tiles(seq
 def test_older_schedules_hold_a_head_in_one_block():
     with pytest.raises(ValueError, match=r"plan schedule: was 'kv_outer', must be 'q_outer' for head_dim 576"):
         triton.check_plan(replace(PREFILL, head_dim=576), plans.generation(PREFILL, "kv_outer"))
+
+
+CAUSAL = (Bounds(None, 0, "bottom-right"),)
+ROWS = (1048576, 131072, 128)  # contiguous
+LONG = replace(PREFILL, batch=16, head_dim=128, head_dim_v=128, q_strides=ROWS, k_strides=ROWS, v_strides=ROWS)
+
+
+@pytest.mark.parametrize(
+    ("card", "changes", "expected"),
+    [
+        ("h200-sxm", {}, plans.TMA),
+        ("b200", {}, plans.TMA),
+        ("a100-sxm-40gb", {}, ""),
+        ("mi300x", {}, ""),
+        ("h200-sxm", {"seq_q": 1023}, ""),
+        ("h200-sxm", {"dtype": torch.float32}, ""),
+        ("h200-sxm", {"head_dim": 129}, ""),
+        ("h200-sxm", {"head_dim": 64, "head_dim_v": 64}, ""),
+        ("h200-sxm", {"batch": 1}, ""),
+        ("h200-sxm", {"k_strides": (1048576, 131072, 132)}, ""),
+        ("h200-sxm", {"v_strides": (1048576, 0, 128)}, ""),
+        ("h200-sxm", {"v_strides": (2**40, 131072, 128)}, ""),
+        ("h200-sxm", {"batch": 1, "heads_q": 128, "v_strides": (1, 131072, 128)}, plans.TMA),
+        ("h200-sxm", {"form": "varlen", "total_q": 2048, "total_kv": 2048}, ""),
+        ("h200-sxm", {"seq_q": 1, "seq_kv": 4096}, ""),
+    ],
+    ids=str,
+)
+def test_tiles_are_described_where_that_is_possible_and_worth_it(card, changes, expected):
+    plan = plans.possible(replace(LONG, **changes), load(card))[0]
+    assert plan.isa == expected
+    plans.check(replace(LONG, **changes), plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "message"),
+    [
+        ({}, {"isa": "avx2"}, "plan isa: was 'avx2', must be '' or 'tma' on backend 'triton'"),
+        ({}, {"schedule": "kv_outer"}, "plan isa: was 'tma', must be '' for schedule 'kv_outer'"),
+        ({"k_strides": (1, 1, 1)}, {}, "whose strides are multiples of 16 bytes"),
+        ({"seq_kv": 0}, {}, "must be '' for other than dense"),
+    ],
+    ids=str,
+)
+def test_a_plan_that_cannot_describe_its_tiles_is_refused(changes, fields, message):
+    plan = replace(plans.candidates(LONG, load("h200-sxm"))[0], **fields)
+    with pytest.raises(ValueError, match=message):
+        plans.check(replace(LONG, **changes), plan)
+
+
+def test_a_tuned_plan_does_without_descriptors_where_strides_have_none():
+    hardware = load("h200-sxm")
+    plan = plans.candidates(LONG, hardware)[0]
+    assert triton.adapt(LONG, plan, hardware) == plan
+    assert triton.adapt(replace(LONG, k_strides=(1, 1, 1)), plan, hardware) == replace(plan, isa="")
+
+
+@pytest.mark.parametrize(
+    ("dim", "mask", "expected"),
+    [
+        (128, (), ("", plans.TMA)),
+        (128, CAUSAL, ("", plans.TMA)),
+        (64, (), ("", plans.TMA)),
+        (64, CAUSAL, (plans.TMA, "")),
+        (64, (Bounds(1023, 0, "bottom-right"),), ("", "")),
+        (256, (), ("", "")),
+    ],
+    ids=str,
+)
+def test_of_the_backward_what_gains_by_it_is_described(dim, mask, expected):
+    problem = replace(LONG, head_dim=dim, head_dim_v=dim, mask=mask)
+    assert tuple(tiles.isa for tiles in plans.backward_tiles(problem, copies=True)) == expected
+    assert all(not tiles.isa for tiles in plans.backward_tiles(problem))

@@ -59,6 +59,7 @@ FAULTS = {
         "exp2_fast((weight[t] - shift) * LOG2E)",
         "weight[t] > -INFINITE ? 1.f : 0.f",
     ),
+    "parts merged before they are there": ("shared", "merge.cuh", "  await_kernel_before();", ""),
     "O of a part not cleared for the next": (
         "shared",
         "forward.cuh",

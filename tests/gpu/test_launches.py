@@ -1,9 +1,13 @@
 """How calls reach the GPU: streams, graphs, the current device, alignment, and the same bits every time."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
 from attnworks import Causal, attention, attention_decode, attention_varlen, explain, tilemap
+from attnworks.plan import Plan
 from gpu_helpers import assert_close, exact, gradients, randn
 
 FP16, FP32 = torch.float16, torch.float32
@@ -188,6 +192,46 @@ def test_pointers_of_any_alignment(dtype):
         assert_close(found[0], expected)
         for one, other in zip(results[0], found, strict=True):
             torch.testing.assert_close(one, other, atol=2e-3, rtol=2e-3)
+
+
+DESCRIBED = Plan("triton", "q_outer", 64, 64, isa="tma", warps=4, stages=3)
+
+
+def described_as(kind, x):
+    """``x`` (batch, heads, rows, dim) in other memory, NaN around it."""
+    batch, heads, rows, dim = x.shape
+    if kind == "row-major":
+        place = torch.full((batch, rows + 7, heads, dim), math.nan, dtype=x.dtype, device="cuda")[:, :rows].transpose(
+            1, 2
+        )
+    elif kind == "a longer one":
+        place = torch.full((batch, heads, rows + 64, dim), math.nan, dtype=x.dtype, device="cuda")[:, :, :rows]
+    else:  # an address that no descriptor can have: the call goes without
+        place = torch.full((x.numel() + 8,), math.nan, dtype=x.dtype, device="cuda")[1 : x.numel() + 1].view(x.shape)
+    return place.copy_(x.detach()).requires_grad_()
+
+
+@pytest.mark.parametrize("kind", ["row-major", "a longer one", "an address between"])
+def test_memory_that_tiles_are_described_in(kind):
+    made = [randn(2, heads, 333, 64).requires_grad_() for heads in (4, 2, 2)]
+    d_out = torch.randn_like(made[0])
+    results = []
+    for leaves, plan in ((made, replace(DESCRIBED, isa="")), ([described_as(kind, x) for x in made], DESCRIBED)):
+        out = attention(*leaves, mask=Causal(), plan=plan)
+        results.append([out, *gradients(out, leaves, d_out)])
+    assert_close(results[0][0], exact(*(x.detach() for x in made), causal=True))
+    assert torch.equal(results[1][0], results[0][0])
+    for one, other in zip(*results, strict=True):
+        assert_close(other, one.double())
+
+
+def test_a_gradient_that_is_one_number_is_described_by_nothing():
+    """Its strides are 0."""
+    leaves = [randn(2, 4, 333, 64).requires_grad_() for _ in "qkv"]
+    out = attention(*leaves, mask=Causal(), plan=DESCRIBED)
+    found = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
+    for one, other in zip(found, gradients(out, leaves, torch.ones_like(out)), strict=True):
+        assert_close(one, other.double())
 
 
 def test_rows_that_begin_at_odd_addresses():

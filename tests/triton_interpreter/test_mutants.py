@@ -19,7 +19,7 @@ from attnworks import prepared
 from attnworks.backends import triton
 from attnworks.workbench.subjects import BackendSubject
 from attnworks.workbench.verify import Answers, fresh_memory_poisoned, verify_case
-from interpreter_cases import BY_NAME, GROUPED, SMALL
+from interpreter_cases import BY_NAME, DESCRIBED, GROUPED, SMALL
 from interpreter_repairs import repair
 
 
@@ -33,6 +33,7 @@ class Mutant(NamedTuple):
     subject: BackendSubject = SMALL
 
 
+FP16_HEADS = "heads 6/2, few, fp16"
 FORWARD, BACKWARD, PARTS = "forward.py", "backward.py", "parts.py"
 MUTANTS = {
     "causal off by one": Mutant(PARTS, "rows + high, end - 1)", "rows + high + 1, end - 1)", ("top-left",)),
@@ -93,6 +94,22 @@ MUTANTS = {
     "dQ without scale": Mutant(BACKWARD, "valid, acc * scale,", "valid, acc,", ("one tile and a tail",)),
     "dK of one head of the group": Mutant(
         BACKWARD, "for member in range(group):", "for member in range(1):", ("one tile and a tail",)
+    ),
+    "rows of a sequence over those of the next": Mutant(
+        PARTS, "tl.load(cu_seqlens + b) // PAD + b)", "tl.load(cu_seqlens + b) // PAD)", ("varlen",)
+    ),
+    "delta's padding left as it was": Mutant(
+        BACKWARD, "tl.store(delta + places, total)", "tl.store(delta + places, total, mask=valid)", ("size 17",)
+    ),
+    "described V of the first KV head": Mutant(
+        FORWARD,
+        "load_described(v_head, b, kv_head,",
+        "load_described(v_head, b, 0 * kv_head,",
+        (FP16_HEADS,),
+        DESCRIBED,
+    ),
+    "described Q of the first head of the group": Mutant(
+        BACKWARD, "load_described(q, b, head,", "load_described(q, b, head // 3 * 3,", (FP16_HEADS,), DESCRIBED
     ),
     "slope left out": Mutant(BACKWARD, "grad = grad * slope.to(tl.float32)", "grad = grad * 1.0", ("softcap, few",)),
 }

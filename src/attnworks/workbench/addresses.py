@@ -37,6 +37,8 @@ class Addresses:
         counted = [len(range(*s.indices(ends_kv[-1]))) for s in read]
         if (self.has("sequences not apart") and self.way in (1, 4, 5)) or self.has("tail keys unmasked"):
             counted = lengths  # they begin with a sequence's own keys, and masks know how many these are
+        if self.has("key offsets from queries") and self.way == 9:
+            counted = lengths
         if self.has("causal from other lengths"):
             counted = self._of_others(ends_q, ends_kv)
         return read, counted
@@ -54,7 +56,10 @@ class Addresses:
             n * length,
             ends_kv[n] + 1,
             ends_kv[n] - 1,
+            ends_kv[n],
         )[self.way - 1]
+        if self.way == 9:  # where they begin is right, how many there are is not
+            return slice(start, start + min(ends_q[n + 1] - ends_q[n], length))
         start = max(0, min(start, total - length))  # a read past the end would be a crash
         return slice(start, start + length)
 
@@ -82,7 +87,7 @@ class Addresses:
 
     # ---- caches ------------------------------------------------------------------------------------------------------
 
-    def cached(self, lengths: list[int], capacity: int, page_size: int) -> tuple[list[int], list[int]]:
+    def cached(self, lengths: list[int], capacity: int, page_size: int, seq_q: int) -> tuple[list[int], list[int]]:
         """By sequence, how many slots are read before new keys come, and how many of them masks count."""
         read = lengths
         if self.has("longest length for all"):
@@ -90,7 +95,9 @@ class Addresses:
             read = turned.get(self.way, [max(lengths)] * len(lengths))
             return read, read
         if self.has("one slot too many"):
-            read = [min(n + 1, capacity) for n in lengths]
+            read = [min(n + (seq_q if self.way else 1), capacity) for n in lengths]
+            if self.way:  # as if the queries' own keys had been appended
+                return read, read
         elif self.has("cache lengths ignored") and self.way:
             step = (8, 16, 32, 64, 128, page_size or 256)[self.way - 1]
             read = [min(-(-n // step) * step, capacity) for n in lengths]
@@ -179,6 +186,13 @@ class Addresses:
             return heads.view(max(heads_kv, 1), -1).T.flatten()
         heads[[0, -1]] = heads[[-1, 0]]
         return heads
+
+    def order(self, lengths: Sequence[int]) -> list[int]:
+        """The sequences whose results lie where those of sequence 0, 1, … belong."""
+        numbers = list(range(len(lengths)))
+        if self.way:
+            return numbers[::-1] if self.way == 1 else numbers[1:] + numbers[:1]
+        return sorted(numbers, key=lambda n: -lengths[n])
 
     def _rounded(self, length: int) -> int:
         return -(-length // self.tile) * self.tile

@@ -82,6 +82,7 @@ def _size_cases() -> list[Case]:
     for n in (1, 2, 7, 15, 16, 17, 31, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 191, 193, 256, 511, 513):
         found.append(Case(f"size: {n}", "tile edges", **_square(n), gradients=n <= 256))
         found.append(Case(f"size: {n}, causal, bf16", "tile edges", **_square(n), mask=CAUSAL, dtype=BF16))
+    found.append(Case("size: 64 on 90", "whole tiles of queries, a part of one of keys", seq_q=64, seq_kv=90))
     for d in (1, 2, 3, 8, 16, 17, 31, 32, 40, 48, 65, 72, 80, 96, 100, 127, 128, 129, 160, 192, 200, 255, 256):
         fields = {**_square(50), **_dims(d), "mask": CAUSAL}
         found.append(Case(f"head dim: {d}", "padding on chip", **fields, gradients=d < 129))
@@ -311,9 +312,11 @@ _QUICK_PATTERNS = (
     "size: 97*",
     "size: 256*",  # all tiles whole, whatever their size: often a path of its own
     "size: 513*",
+    "size: 64 on 90",
     "head dim: 1",
     "head dim: 80*",
     "unequal dims: 192/128, *",
+    "unequal dims: 40/64, fp32",  # V is the wider one
     "heads: 6/*",
     "heads: 8/2",
     "empty: *",

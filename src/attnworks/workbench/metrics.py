@@ -9,9 +9,11 @@ printed beside their budgets:
    second term is larger by head_dim/16. It holds for every correct kernel, also where the true value is 0 and relative
    errors mean nothing.
 2. *aggregate*: Frobenius norm of the error of the tensor, of each head and of each tile of 64 rows <= 2 x the
-   yardstick's (``yardstick.py``) + 3 u of the reference's + what fp32 sums cause. The yardstick's error is the larger
-   of the one measured and the one expected of its roundings; a region of n numbers may deviate from it by a further
-   2/sqrt(n), where n counts those that its error comes from: rows next to which the others are nothing count alone.
+   yardstick's (``yardstick.py``) + 3 u of the reference's + what fp32 sums cause, times 1 + 7/sqrt(n). The yardstick's
+   error is the larger of the one measured and the one expected of its roundings. What a sum in fp32 is off by is far
+   smaller than its bound as a rule and as large as that once in a while: of many errors little is left, of a single one
+   nothing is known but the elementwise bound, 8 times what stands here. n counts the region's independent errors, fewer
+   than its numbers: a score that is off puts one and the same error into all channels of a row.
 3. *non-finite*: NaN and Inf exactly where the reference has them (Inf also where it exceeds the dtype).
 4. *plain limits* on unit-normal inputs: fp32 max abs 1e-5, fp16 1e-3 · max(1, |ref|) and 1e-2 relative, fp32 gradients
    1e-4 relative (where the gradient is not 0 by cancellation).
@@ -120,7 +122,7 @@ def standards(case: Case, expected: Expected, yardstick: Tensors, eager: Tensors
         contraction = expected.contraction[name]
         norm = _norm([torch.where(w.isfinite(), w, 0) for w in want])
         reach = _norm([c.nan_to_num(posinf=0) for c in contraction])
-        yard_errors = [_errors(y, w) for y, w in zip(yardstick[name], want, strict=True)]
+        yard_errors = [_signed_errors(y, w) for y, w in zip(yardstick[name], want, strict=True)]
         found[name] = Standard(
             name=name,
             case=case,
@@ -197,10 +199,14 @@ def _finite(tensors: list[Tensor]) -> bool:
     return all(bool(x.isfinite().all()) for x in tensors)
 
 
-def _errors(got: Tensor, want: Tensor) -> Tensor:
-    """|got - want| where both are finite, else 0: the non-finite test judges the rest."""
-    error = (got.double() - want.double()).abs()
+def _signed_errors(got: Tensor, want: Tensor) -> Tensor:
+    """got - want where both are finite, else 0: the non-finite test judges the rest."""
+    error = got.double() - want.double()
     return torch.where(error.isfinite(), error, 0)
+
+
+def _errors(got: Tensor, want: Tensor) -> Tensor:
+    return _signed_errors(got, want).abs()
 
 
 def _eager_error(got: list[Tensor], want: list[Tensor], norm: float) -> float:
@@ -295,27 +301,53 @@ def _check_aggregate(errors: list[Tensor], standard: Standard) -> Check:
 
 
 def _region_budgets(name: str, yard_errors: list[Tensor], expected: Expected, case: Case) -> dict[str, Tensor]:
+    """An aggregate budget for the norm of each region. ``yard_errors``: the yardstick's, with their signs."""
     u = max(arithmetic_roundoff(case.dtype), roundoff(case.dtype) / 256) if name == "lse" else roundoff(case.dtype)
+    arithmetics = [torch.where(x.isfinite(), x, 0) for x in expected.arithmetic[name]]
     squares = []
     for sequence, yard in enumerate(yard_errors):
-        parts = (
-            yard,
-            expected.spread[name][sequence],
-            expected.values[name][sequence],
-            expected.arithmetic[name][sequence],
-        )
-        finite = [torch.where(x.isfinite(), x, 0).double() ** 2 for x in parts]
-        expected_squares = finite[1] + finite[3]
-        squares.append(torch.stack((*finite, expected_squares**2, torch.ones_like(finite[0]))))
+        parts = (yard, expected.spread[name][sequence], expected.values[name][sequence], arithmetics[sequence])
+        finite = [torch.where(x.isfinite(), x, 0).double() for x in parts]
+        squares.append(torch.stack([x * x for x in (*finite, torch.ones_like(finite[0]))]))
+    terms = expected.terms.get(name)
+    grams = _gram_norms(yard_errors, arithmetics, terms) if terms else {}
     budgets = {}
     for region, total in _region_sums(name, squares).items():
-        yard, spread, norm, arithmetic = total[:4].sqrt()
-        # The participation ratio (sum x)^2 / sum x^2 of the expected squares: n for n equal ones, 1 for a single one.
-        count = ((total[1] + total[3]) ** 2 / total[4].clamp_min(1e-300)).clamp_min(1)
-        factor = YARDSTICK_FACTOR * (1 + 2 / count.sqrt())
-        least = smallest(case.dtype) * total[5].clamp_min(1).sqrt()
-        budgets[region] = factor * torch.maximum(yard, spread) + ROUNDINGS * u * norm + arithmetic + least
+        yard, spread, norm, arithmetic, size = total.sqrt()
+        # (tr G)^2 / |G|^2, and a single error where nothing tells them apart
+        count = (total[3] ** 2 / grams.get(region, total[3] ** 2).clamp_min(1e-300)).clamp_min(1)
+        sums = (1 + (ELEMENTWISE_FACTOR - 1) / count.sqrt()) * arithmetic
+        least = smallest(case.dtype) * size.clamp_min(1)
+        budgets[region] = YARDSTICK_FACTOR * torch.maximum(yard, spread) + ROUNDINGS * u * norm + sums + least
     return budgets
+
+
+def _gram_norms(errors: list[Tensor], sizes: list[Tensor], terms: list[Tensor]) -> dict[str, Tensor]:
+    """Of each region |G|^2, the squared norm of the Gram matrix of its rows' errors. No kernel that is judged has a say
+    in it: directions are those of ``errors``, the yardstick's, norms those of ``sizes``, what is expected of fp32 sums,
+    both (heads, rows, channels) of each sequence; what a row adds is divided by its own ``terms``, (heads, rows).
+
+    With (tr G)^2, the fourth power of all sizes, it makes a participation ratio: how many independent errors a region's
+    is made of. That is 1 for one error, for equal rows of one each and for one beside which the others are nothing;
+    t n m / (n + m) for n rows of t errors each whose directions are random among m."""
+    grams = {"tensor": torch.zeros((), dtype=torch.float64)}
+    for sequence, (error, size, count) in enumerate(zip(errors, sizes, terms, strict=True)):
+        length, norm = (x.norm(dim=-1, keepdim=True) for x in (error, size))
+        # A row without an error has no direction of its own; it gets its size's, as all of its kind do.
+        direction = torch.where(length > 0, error / length, size / norm.clamp_min(1e-300))
+        rows = direction * norm * count[..., None] ** -0.25
+        padded = pad(rows, (0, 0, 0, -rows.shape[1] % TILE))
+        tiles = padded.view(padded.shape[0], padded.shape[1] // TILE, TILE, padded.shape[2])
+        heads = _gram_norm(rows)
+        grams[f"head of sequence {sequence}"], grams[f"tile of sequence {sequence}"] = heads, _gram_norm(tiles)
+        grams["tensor"] += heads.sum()
+    return grams
+
+
+def _gram_norm(rows: Tensor) -> Tensor:
+    smaller = rows if rows.shape[-2] <= rows.shape[-1] else rows.mT
+    product = smaller @ smaller.mT
+    return (product * product).sum((-2, -1))
 
 
 def _region_sums(name: str, squares: list[Tensor]) -> dict[str, Tensor]:

@@ -67,7 +67,8 @@ class Modifiers:
             s = s.nan_to_num(0)
         if bool((s.abs() > 60).any()) and has("scores clamped"):
             s = s.clamp(-60 if self.addresses.way else None, 60)
-        if has("a key counted twice") or has("tile borders counted twice"):
+        again = has("tail keys unmasked") and self.addresses.way == 4
+        if again or has("a key counted twice") or has("tile borders counted twice"):
             s = torch.where(self._twice(j), s + math.log(2), s)
         shown = self.shown = self._shown(i, j, backward)
         if has("masked after softmax") and not backward:
@@ -101,6 +102,8 @@ class Modifiers:
         last, way = self.limit - 1, self.addresses.way
         if self.has("a key counted twice"):
             return j == (0 if way else last)
+        if self.has("tail keys unmasked"):  # past the end the first keys come again
+            return j < -self.limit % self.tile_kv
         if way:  # the first key of a tile is also the last one of the tile before
             return (j > 0) & (j % self.tile_kv == 0)
         whole = self.limit // self.tile_kv * self.tile_kv  # the last tile is moved back to be a whole one
@@ -118,8 +121,12 @@ class Modifiers:
             else:
                 ratio = torch.tanh(x)
             if has("softcap without its factor"):
-                return (ratio if self.addresses.way else modifier.cap * torch.tanh(s)), None
-            return modifier.cap * ratio, None if has("softcap slope missing") else 1 - ratio * ratio
+                log2e = math.log2(math.e)  # scores are for exp2, the cap is not
+                capped = (modifier.cap * torch.tanh(s), ratio, modifier.cap / log2e * torch.tanh(log2e * x))
+                return capped[self.addresses.way], None
+            if has("softcap slope missing"):
+                return modifier.cap * ratio, 1 - torch.tanh(ratio) ** 2 if self.addresses.way else None
+            return modifier.cap * ratio, 1 - ratio * ratio
         if isinstance(modifier, ALiBi):
             slopes = modifier.slopes if modifier.slopes.dim() == 1 else modifier.slopes[self.sequence]
             if has("alibi of the wrong head"):
@@ -131,7 +138,7 @@ class Modifiers:
             penalty = slopes.view(-1, 1, 1) * (behind if has("alibi distance signed") else behind.abs())
             return (s + penalty if has("alibi sign") else s - penalty), None
         if isinstance(modifier, Bias):
-            bias = self.biases[place][..., int(j.min()) : int(j.max()) + 1].to(s.dtype)
+            bias = self._columns(self.biases[place], j).to(s.dtype)
             if has("bias ignored"):
                 return s, None
             if has("bias of head 0"):
@@ -144,11 +151,23 @@ class Modifiers:
         h = torch.arange(s.shape[0]).view(-1, 1, 1)
         return modifier(s, torch.tensor(self.sequence), h, i, j).to(s.dtype), None
 
+    def _columns(self, whole: Tensor, j: Tensor) -> Tensor:
+        """What a mask or bias (heads, seq_q, seq_kv) holds for the keys of a tile."""
+        first = int(j.min())
+        if not self.has("mask or bias at another address"):
+            return whole[..., first : int(j.max()) + 1]
+        if not self.addresses.way:  # its pointer stays at the first tile
+            return whole[..., : j.numel()]
+        # A row is taken to be as long as there are queries, or as whole tiles.
+        row = self.seq_q if self.addresses.way == 1 else -(-whole.shape[-1] // self.tile_kv) * self.tile_kv
+        places = torch.arange(whole.shape[1]).view(-1, 1) * row + j.flatten()
+        return whole.flatten(1)[:, places.clamp(max=whole.shape[1] * whole.shape[2] - 1)]
+
     def _shown(self, i: Tensor, j: Tensor, backward: bool) -> Tensor:
         has = self.has
         end = self.limit - (1 if has("last key dropped") and not self.addresses.way else 0)
-        if end > 128 and has("keys past a limit unread"):
-            end = min(end, 8192 >> self.addresses.way)
+        if end > min(128, self.seq_q) and has("keys past a limit unread"):
+            end = min(end, self.seq_q if self.addresses.way == 7 else 8192 >> self.addresses.way)
         shown = ((j < end) & (j > 0 if has("first key dropped") else j >= 0)).expand(1, self.seq_q, -1)
         if backward and has("mask missing in backward"):
             return shown
@@ -166,7 +185,7 @@ class Modifiers:
                     own = (own[:1], whole[0], *turned, next_sequence(whole, self.sequence))[self.addresses.way]
                 own = own[:, :1] if has("bias of row 0") else own
                 own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
-                shown = shown & own[:, : self.seq_q, int(j.min()) : int(j.max()) + 1]
+                shown = shown & self._columns(own[:, : self.seq_q], j)
             elif isinstance(mask, Causal | Window):
                 if mask.align == "top-left" and not has("aligned bottom-right"):
                     shift = 0
@@ -202,6 +221,10 @@ class Modifiers:
         further = -self.addresses.way if short else 1 if has("window one long on the right") else 0
         if left is not None and not has("window without left end"):
             shown = shown & (j >= origin - left - off)
+        if left is not None and has("window's first tile skipped"):
+            row = origin - origin[:, :1]
+            oldest = (origin - row % self.tile_kv - left).clamp(min=0)  # key of the block of rows
+            shown = shown & (j >= -(-oldest // self.tile_kv) * self.tile_kv)
         if right is not None and not has("window without right end"):
             shown = shown & (j <= origin + right + further)
         return shown

@@ -34,13 +34,15 @@ class Expected:
     """What a correct kernel returns, and how far from it a correct kernel may be (budgets: ``metrics.py``).
 
     ``contraction``: the elementwise bound without its factor 8; ``arithmetic``: the share of it that fp32 sums cause;
-    ``spread``: standard deviation that rounding P, dS and the output to the input dtype causes.
+    ``spread``: standard deviation that rounding P, dS and the output to the input dtype causes. ``terms``: of how many
+    independent errors that of a row is a sum, (heads, rows) of each sequence, for what has channels.
     """
 
     values: Tensors = field(default_factory=dict)
     contraction: Tensors = field(default_factory=dict)
     arithmetic: Tensors = field(default_factory=dict)
     spread: Tensors = field(default_factory=dict)
+    terms: Tensors = field(default_factory=dict)
 
 
 def roundoff(dtype: torch.dtype) -> float:
@@ -156,7 +158,7 @@ def score(inputs: Inputs, sequence: int, q: Tensor, k: Tensor) -> Scored:
 def expect(inputs: Inputs, gradients: bool = False) -> Expected:
     """The answer to a case, with gradients if asked for."""
     names = FORWARD + (GRADIENTS if gradients else ())
-    empty: list[Tensors] = [{name: [] for name in names} for _ in range(4)]
+    empty: list[Tensors] = [{name: [] for name in names} for _ in range(5)]
     found = Expected(*empty)
     for sequence, part in enumerate(inputs.values):
         _expect_sequence(inputs, sequence, part, found, gradients)
@@ -175,6 +177,31 @@ def softmax(s: Tensor) -> tuple[Tensor, Tensor]:
     total = weights.sum(-1, keepdim=True)
     lse = torch.where(total == 0, -torch.inf, top + torch.log(total))
     return weights / torch.where(total == 0, 1, total), lse.squeeze(-1)
+
+
+def _independent(errors: Tensor, vectors: Tensor, group: int = 1) -> Tensor:
+    """Of how many independent errors those of each row of ``errors @ vectors`` are made, (heads, rows).
+
+    For t equal errors times vectors that spread over c channels it is 1 / (1/t + 1/c). Both counts are participation
+    ratios (sum x)^2 / sum x^2: of the squared terms, and of the eigenvalues of the vectors' Gram matrix. ``vectors``
+    may have fewer heads, each for as many of ``errors``. ``group``: heads whose products are summed. 1 where a NaN
+    among the inputs leaves nothing to count."""
+    if not errors.numel() or not vectors.numel():
+        return errors.new_ones(errors.shape[0] // max(group, 1), errors.shape[1])
+
+    def summed(x: Tensor) -> Tensor:
+        return x.view(-1, group, *x.shape[1:]).sum(1)
+
+    alike = errors.shape[0] // vectors.shape[0]
+    squares, lengths = errors * errors, by_query_head((vectors * vectors).sum(-1)[..., None], alike)
+    total = summed(squares @ lengths)[..., 0]
+    one_over_terms = summed(squares.square_() @ lengths.square())[..., 0] / total.square().clamp_min(1e-300)
+    stacked = vectors.reshape(-1, group * vectors.shape[1], vectors.shape[2])
+    left = stacked if stacked.shape[1] < stacked.shape[2] else stacked.mT
+    trace = stacked.square().sum((1, 2))
+    one_over_channels = (left @ left.mT).square().sum((1, 2)) / trace.square().clamp_min(1e-300)
+    per_row = one_over_terms + by_query_head(one_over_channels[:, None], alike)
+    return (1 / per_row.clamp(1e-300, 1)).nan_to_num(nan=1)
 
 
 def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found: Expected, gradients: bool) -> None:
@@ -211,16 +238,18 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     lse_errors = (max(arithmetic_roundoff(case.dtype), u / 256) + lse_error, fine + lse_error)
     rounding = u / 3**0.5
 
-    def add(name: str, value: Tensor, errors: tuple[Tensor, Tensor], variance: Tensor) -> None:
+    def add(name: str, value: Tensor, errors: tuple[Tensor, Tensor], variance: Tensor, terms: Tensor) -> None:
         found.values.setdefault(name, []).append(value)
         found.contraction.setdefault(name, []).append(errors[0] + least)
         found.arithmetic.setdefault(name, []).append(errors[1] + tiny)
         found.spread.setdefault(name, []).append(rounding * (variance + value * value).sqrt())
+        found.terms.setdefault(name, []).append(terms)
 
     def each(make: Any, errors: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return make(errors[0]), make(errors[1])
 
-    add("out", out, each(lambda e: e @ v_size, p_errors), (p * p) @ (v * v))
+    terms = _independent(p_errors[1], v[:: max(group, 1)])
+    add("out", out, each(lambda e: e @ v_size, p_errors), (p * p) @ (v * v), terms)
     found.values.setdefault("lse", []).append(lse)
     found.contraction.setdefault("lse", []).append(lse_errors[0])
     found.arithmetic.setdefault("lse", []).append(lse_errors[1])
@@ -235,15 +264,20 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
     d_lse = torch.zeros_like(lse) if part.d_lse is None else torch.where(lse == -torch.inf, 0, part.d_lse.double())
     dp = d_out @ v.transpose(-1, -2)
     delta = (p * dp).sum(-1, keepdim=True)
+    # What rounding O, and P before it, leaves in delta and with it in all of a row's dS, in squared roundings.
+    delta_variance = ((d_out * out) ** 2).sum(-1, keepdim=True) + ((p * dp) ** 2).sum(-1, keepdim=True)
     ds = p * (dp - delta + d_lse[..., None])
-    reach = d_out.abs() @ v_size.transpose(-1, -2)
-    reach = reach + (d_out.abs() * (p @ v_size)).sum(-1, keepdim=True) + d_lse.abs()[..., None]
+    dp_size = d_out.abs() @ v_size.transpose(-1, -2)
+    reach = dp_size + (d_out.abs() * (p @ v_size)).sum(-1, keepdim=True) + d_lse.abs()[..., None]
+    # Of delta, which takes over the error of each of its P: a sink's own score is exact, those of its rivals are not.
+    delta_error = (p * arithmetic * dp_size).sum(-1, keepdim=True)
     # What may underflow on the way to dS = P (dP - delta), each by ``tiny`` at most, and what it is multiplied by: P
     # itself, or the weight w of its part of the keys where parts are merged, by dP - delta (reach); the part's share of
     # dO, w dO, by V in dP and by O in delta; dP - delta by P <= 1, and the product dS by nothing. dQ and dK multiply
     # all of it by scale |K| and scale |Q|, and may underflow themselves (``least`` in ``add``).
     flushed = tiny * (reach + v_size.sum(-1)[:, None] + (p @ v_size).sum(-1, keepdim=True) + 2) * shown
-    ds_errors = (p * (u + arithmetic) * reach + flushed + least * shown, p * arithmetic * reach + flushed)
+    ds_arithmetic = p * (arithmetic * reach + delta_error) + flushed
+    ds_errors = (p * u * reach + ds_arithmetic + least * shown, ds_arithmetic)
     keys = slice(0, part.k.shape[1])
     pt = p[..., keys].transpose(-1, -2)
     add(
@@ -251,40 +285,51 @@ def _expect_sequence(inputs: Inputs, sequence: int, part: SequenceTensors, found
         by_kv_head(pt @ d_out),
         each(lambda e: by_kv_head(e[..., keys].transpose(-1, -2) @ d_out.abs()), p_errors),
         by_kv_head((pt * pt) @ (d_out * d_out)),
+        _independent(p_errors[1][..., keys].mT, d_out, group),
     )
-    _expect_shared(inputs, found, "dsink", ds[..., -1].sum(-1), each(lambda e: e[..., -1].sum(-1), ds_errors))
+    shared = rounding**2 * delta_variance * p * p
+
+    def of_sink(x: Tensor) -> Tensor:
+        return x[..., -1].sum(-1)
+
+    _expect_shared(inputs, found, "dsink", of_sink(ds), each(of_sink, ds_errors), of_sink(shared))
     ds, ds_errors = ds[..., keys], each(lambda e: e[..., keys], ds_errors)
     for kind, slope in scored.slopes:
         if kind == "bias":
             place = bias_place(inputs, sequence)
-            _expect_shared(inputs, found, "dbias", place(ds), each(place, ds_errors))
+            _expect_shared(inputs, found, "dbias", place(ds), each(place, ds_errors), place(shared[..., keys]))
         elif slope is not None:
             flat = 4 * fine * p[..., keys] * reach[..., keys]
             ds, ds_errors = ds * slope, (ds_errors[0] * slope + flat, ds_errors[1] * slope + flat)
     scale = case.softmax_scale
-    from_delta = ((d_out * out) ** 2).sum(-1, keepdim=True) * (p[..., keys] @ k) ** 2
+    from_delta = delta_variance * (p[..., keys] @ k) ** 2
     dst = ds.transpose(-1, -2)
     add(
         "dq",
         scale * (ds @ k),
         each(lambda e: abs(scale) * (e @ k.abs()), ds_errors),
         scale**2 * ((ds * ds) @ (k * k) + from_delta),
+        _independent(ds_errors[1], k[:: max(group, 1)]),
     )
     add(
         "dk",
         by_kv_head(scale * (dst @ q)),
         each(lambda e: by_kv_head(abs(scale) * (e.transpose(-1, -2) @ q.abs())), ds_errors),
         by_kv_head(scale**2 * ((dst * dst) @ (q * q))),
+        _independent(ds_errors[1].mT, q, group),
     )
 
 
-def _expect_shared(inputs: Inputs, found: Expected, name: str, value: Tensor, errors: tuple[Tensor, Tensor]) -> None:
+def _expect_shared(
+    inputs: Inputs, found: Expected, name: str, value: Tensor, errors: tuple[Tensor, Tensor], variance: Tensor
+) -> None:
     """Add one sequence's part to a gradient that all sequences share."""
     wanted = Sink if name == "dsink" else Bias
     if not any(isinstance(modifier, wanted) for modifier in inputs.scores):
         return
     least = max(smallest(inputs.case.dtype), underflow(inputs.case.dtype))
-    parts = (value, errors[0] + least, errors[1], roundoff(inputs.case.dtype) * value.abs())
+    spread = ((roundoff(inputs.case.dtype) * value) ** 2 + variance).sqrt()
+    parts = (value, errors[0] + least, errors[1], spread)
     for tensors, part in zip((found.values, found.contraction, found.arithmetic, found.spread), parts, strict=True):
         tensors[name] = [tensors[name][0] + part] if name in tensors else [part]
 

@@ -255,12 +255,17 @@ def _small_triton_tiles(plan: Plan) -> Plan | None:
 
 def _short_triton_splits(plan: Plan) -> Plan | None:
     """Splits of one tile each, also where heads are not grouped by the backend's own choice."""
-    return replace(plan, schedule="split_kv", tile_q=16, tile_kv=32, split_kv=32)
+    return replace(plan, schedule="split_kv", tile_q=16, tile_kv=32, split_kv=32, isa="")
+
+
+def _by_descriptors(plan: Plan) -> Plan | None:
+    return replace(plan, isa="tma") if plan.schedule in ("q_outer", "grouped") else None
 
 
 TRITON_PLANS: dict[str, Callable[[Plan], Plan | None]] = {
     "small tiles": _small_triton_tiles,
     "short splits": _short_triton_splits,
-    "standard": _with(schedule="standard", tile_q=32, tile_kv=32, split_kv=0, stages=1),
-    "kv_outer": _with(schedule="kv_outer", tile_q=32, tile_kv=32, split_kv=0, stages=1),
+    "tensor descriptors": _by_descriptors,
+    "standard": _with(schedule="standard", tile_q=32, tile_kv=32, split_kv=0, stages=1, isa=""),
+    "kv_outer": _with(schedule="kv_outer", tile_q=32, tile_kv=32, split_kv=0, stages=1, isa=""),
 }

@@ -73,7 +73,8 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
             continue
         s, _ = m.tile(q, k[:, keys], start + first)
         padding = m.tile_kv - s.shape[-1]
-        if has("tail keys unmasked") and m.addresses.way == 0:
+        # Always, or where the number of queries says that no tile needs a mask.
+        if has("tail keys unmasked") and (m.addresses.way == 0 or (m.addresses.way == 3 and m.seq_q % m.tile_kv == 0)):
             s = torch.nn.functional.pad(s, (0, padding))
         if has("tail keys unmasked") and m.addresses.way == 2:  # with copies of the last key
             s = torch.cat((s[..., :-1], s[..., -1:] + math.log(1 + padding)), -1)
@@ -90,6 +91,10 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         exp = torch.exp2 if has("exp2 for exp") and not m.addresses.way else torch.exp
         p = exp(s - safe)
         alpha = exp(safe - top) if has("rescaled upside down") and first > 0 else exp(top - safe)
+        if has("rescaled by another exponent"):
+            alpha = exp(
+                (top - safe) * (math.log(2), math.log2(math.e), 1 / abs(m.scale), abs(m.scale))[m.addresses.way]
+            )
         if has("sum and accumulator not rescaled"):
             alpha = torch.where(safe - top < (1.0 if m.addresses.way else torch.inf), 1.0, alpha)
         total = total * (1 if has("sum not rescaled") else alpha) + p.sum(-1, keepdim=True)
@@ -286,8 +291,10 @@ class Attend(torch.autograd.Function):
         ctx.m, ctx.sink, ctx.dtypes, ctx.heads_kv = m, sink, (q.dtype, k.dtype, v.dtype), k.shape[0]
         if m.has("tail rows unwritten") and (m.seq_q > m.tile_kv or m.addresses.way):
             out[:, m.seq_q // m.tile_kv * m.tile_kv :] = 0
-        if m.leaves_out(v.shape[-1]) and m.addresses.way > 3:
+        if m.leaves_out(v.shape[-1]) and 3 < m.addresses.way < 8:
             out[..., kept_channels(v.shape[-1], m.addresses.way) :] = 0
+        if v.shape[-1] > q.shape[-1] and m.has("channels left out") and m.addresses.way == 8:
+            out[..., q.shape[-1] :] = 0
         if q.dtype == torch.float32 and m.has("output in 16 bits"):
             out = out.to(torch.float16 if m.addresses.way else torch.bfloat16)
         rounded = out.to(q.dtype)

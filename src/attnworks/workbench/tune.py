@@ -121,7 +121,9 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
     else:
         schedules = ("q_outer", "grouped") if problem.group > 1 and problem.seq_q <= 2 * ROWS[0][0] else ("q_outer",)
         for schedule, (tile_q, warps), (tile_kv, stages) in product(schedules, ROWS, KEYS):
-            found.append(Plan(triton.NAME, schedule, tile_q, tile_kv, warps=warps, stages=stages))
+            found.append(
+                replace(listed[0], schedule=schedule, tile_q=tile_q, tile_kv=tile_kv, warps=warps, stages=stages)
+            )
     return list(dict.fromkeys(found))
 
 

@@ -14,10 +14,17 @@ import torch
 
 INVALID_CONTEXT = 201
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # a CUfunction_attribute
+PROGRAMMATIC_STREAM_SERIALIZATION = 6  # a CUlaunchAttributeID
 
 
 class DriverError(RuntimeError):
     """What the CUDA driver refused, in its own words, and what was asked of it."""
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute with a number for its value."""
+
+    _fields_ = (("id", c_int), ("_", c_int), ("value", c_int), ("_rest", c_int * 15))
 
 
 class LaunchConfig(ctypes.Structure):

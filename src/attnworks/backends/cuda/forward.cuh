@@ -34,13 +34,13 @@ DEV Shared layout(u32 base) {
   return s;
 }
 DEV void init_barriers(const Shared& s) {
-  const int warps = 4 * GROUPS;  // each consumer warp arrives once, by its first lane
+  const int warps = 4 * GROUPS;  // each consumer warp arrives once, by its first lane, but for work: by all that read it
   for (int i = 0; i < GROUPS; i++) barrier_init(s.q_full + 8 * i, 1), barrier_init(s.q_empty + 8 * i, 4);
   for (int i = 0; i < STAGES; i++) {
     barrier_init(s.k_full + 8 * i, 1), barrier_init(s.k_empty + 8 * i, warps);
     barrier_init(s.v_full + 8 * i, 1), barrier_init(s.v_empty + 8 * i, warps);
   }
-  for (int i = 0; i < 2; i++) barrier_init(s.work_full + 8 * i, 1), barrier_init(s.work_empty + 8 * i, warps);
+  for (int i = 0; i < 2; i++) barrier_init(s.work_full + 8 * i, 1), barrier_init(s.work_empty + 8 * i, 32 * warps);
   barrier_init_done();
 }
 
@@ -142,6 +142,9 @@ DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const 
     load_v(span.first);
     w = next;
   }
+#if PARTIAL
+  if (leads) next_kernel_may_begin();
+#endif
   // The last thread block leaves the counters as it found them, for the next launch: all have drawn their last number.
   if (DYNAMIC && leads && atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) p.counter[0] = 0, p.counter[1] = 0;
 }
@@ -233,8 +236,7 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
     const int4 listed = shared_load(slot + 16);
     before = listed.x, w.span = {0, listed.y - listed.x};
 #endif
-    __syncwarp();  // all lanes have read the slot before it is given back
-    release(s.work_empty + 8 * (turn & 1));
+    barrier_arrive(s.work_empty + 8 * (turn & 1));
     if (w.batch < 0) return false;
     d = diagonals(p, w.rows, w.keys);
     span = span_of(p, w, d);

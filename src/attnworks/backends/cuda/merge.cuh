@@ -35,6 +35,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) merge(const MergeParams
   const int parts = parts_of(p, n);
   const float logit = p.sink ? p.sink[head] : -INFINITE;
   float weight[TURNS], most = logit;
+  await_kernel_before();  // which writes the parts
 #pragma unroll
   for (int t = 0; t < TURNS; t++) {
     const int s = 32 * t + lane;

@@ -96,6 +96,11 @@ DEV void tma_store_wait() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: 
 // Makes this thread's writes to shared memory visible to the copy engine.
 DEV void tma_store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- one kernel after another on a stream, where the second was launched to begin early (split.py): its thread blocks come
+// where one of the first has ended, once all of the first have said so or ended, and wait until all that those wrote is there
+DEV void next_kernel_may_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
+DEV void await_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // ---- registers: a warpgroup gives some up, or takes what others gave up
 template <int N> DEV void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> DEV void registers_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attnworks.backends.cuda.compile import cubin
-from attnworks.backends.cuda.driver import LaunchConfig, driver
+from attnworks.backends.cuda.driver import PROGRAMMATIC_STREAM_SERIALIZATION, LaunchAttribute, LaunchConfig, driver
 from attnworks.backends.cuda.plans import MOST_PARTS, tiles_of
 from attnworks.backends.cuda.source import merge_text
 from attnworks.plan import Plan
@@ -93,7 +93,10 @@ class Partial:
         )  # fmt: skip
         self._function = driver().function(cubin(merge_text(bf16=p.dtype == torch.bfloat16)), "merge", 0)
         self._arguments = (c_void_p * 1)(ctypes.addressof(self._params))
+        # Its thread blocks come as the forward kernel's end and wait for all of its parts themselves.
+        self._early = LaunchAttribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
         self._config = LaunchConfig(math.ceil(held / WARPS), 1, 1, 32 * WARPS, 1, 1, 0)
+        self._config.attributes, self._config.attribute_count = ctypes.addressof(self._early), 1
 
     def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Memory for the parts' O and LSE."""

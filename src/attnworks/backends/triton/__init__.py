@@ -7,6 +7,7 @@ their logic is tested without a GPU; ``auto`` never takes it. Triton itself is i
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,7 +105,10 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
 
 
 def adapt(problem: Problem, plan: Plan, hardware: Hardware) -> Plan:
-    return plan
+    from attnworks.backends.triton import plans
+
+    # Tensors of the same sizes may have strides that a descriptor can't have.
+    return replace(plan, isa="") if plan.isa == plans.TMA and not plans.takes_tma(problem) else plan
 
 
 def check_plan(problem: Problem, plan: Plan) -> None:

@@ -21,8 +21,10 @@ from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
     in_part,
+    load_described,
     load_tile,
     offsets_of,
+    padded_start,
     seen,
     sequence,
     store_tile,
@@ -34,17 +36,22 @@ from attnworks.backends.triton.parts import (
 
 @triton.jit
 def row_delta(
-    out, grad_out, grad_lse, lse, delta, lse2, cu_seqlens_q, out_strides, grad_strides, lse_strides,
-    batch, heads, seq_q, TILE_Q: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    out, grad_out, grad_lse, lse, delta, lse2, cu_seqlens_q, out_strides, grad_strides, lse_strides, row_strides,
+    batch, heads, seq_q, TILE_Q: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO ∘ O) - dLSE of a tile of rows, and the LSE in base 2, +inf where a row has seen no key, so that
-    every P of the row comes out as 0. Grid: row tiles · heads · batch."""
+    every P of the row comes out as 0. Grid: row tiles · heads · batch.
+
+    They lie in rows of their own, padded to PAD (``padded_start``) with what a row without keys has, so that the
+    kernels below read whole tiles of them, aligned, whatever the lengths. TILE_Q is a multiple of PAD."""
     row_tiles = tl.num_programs(0) // (heads * batch)
     program = tl.program_id(0)
     tile, head, b = program % row_tiles, program // row_tiles % heads, program // row_tiles // heads
     rows_q, start = sequence(b, seq_q, cu_seqlens_q, out_strides[0], out_strides[2])
     _, grad_start = sequence(b, seq_q, cu_seqlens_q, grad_strides[0], grad_strides[2])
     _, lse_start = sequence(b, seq_q, cu_seqlens_q, lse_strides[0], lse_strides[2])
+    if tile * TILE_Q >= rows_q:
+        return
     rows = tile * TILE_Q + tl.arange(0, TILE_Q)
     valid = rows < rows_q
     wide, h = rows.to(tl.int64), head.to(tl.int64)
@@ -54,9 +61,10 @@ def row_delta(
     offsets = lse_start + h * lse_strides[1] + wide * lse_strides[2]
     if grad_lse is not None:
         total -= tl.load(grad_lse + offsets, mask=valid, other=0.0)
-    row_lse = tl.load(lse + offsets, mask=valid, other=0.0)
-    tl.store(delta + offsets, total, mask=valid)
-    tl.store(lse2 + offsets, tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E), mask=valid)
+    row_lse = tl.load(lse + offsets, mask=valid, other=-float("inf"))
+    places = padded_start(b, cu_seqlens_q, row_strides[0], PAD) + h * row_strides[1] + wide
+    tl.store(delta + places, total)
+    tl.store(lse2 + places, tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E))
 
 
 @triton.jit
@@ -83,13 +91,15 @@ def probs_and_grad(
 def grad_kv(
     q, k, v, grad_out, lse2, delta, grad_k, grad_v, cu_seqlens_q, cu_seqlens_kv, kv_lens,
     tile_map, score_operands, mask_operands,
-    q_strides, k_strides, v_strides, grad_out_strides, lse_strides, grad_k_strides, grad_v_strides,
+    q_strides, k_strides, v_strides, grad_out_strides, row_strides, grad_k_strides, grad_v_strides,
     batch, heads_kv, group, seq_q, seq_kv, total_kv, scale, low_bottom, high_bottom, low_top, high_top,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     TAIL: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    PAD: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys. Grid: KV tiles · heads_kv · batch (packed sequences: batch + 1)."""
+    """dK and dV of one tile of keys. Grid: KV tiles · heads_kv · batch (packed sequences: batch + 1). DESCRIBED: Q, dO,
+    ``lse2`` and ``delta`` are tensor descriptors."""
     kv_tiles = tl.num_programs(0) // (heads_kv * (batch if cu_seqlens_kv is None else batch + 1))
     kv_tile, kv_head, b = task(tl.program_id(0), kv_tiles, heads_kv, RIGHT, False)
     if cu_seqlens_kv is not None:
@@ -102,7 +112,7 @@ def grad_kv(
             return
     rows_q, q_start = sequence(b, seq_q, cu_seqlens_q, q_strides[0], q_strides[2])
     _, grad_start = sequence(b, seq_q, cu_seqlens_q, grad_out_strides[0], grad_out_strides[2])
-    _, lse_start = sequence(b, seq_q, cu_seqlens_q, lse_strides[0], lse_strides[2])
+    row_start = padded_start(b, cu_seqlens_q, row_strides[0], PAD)
     keys_kv, k_start = sequence(b, seq_kv, cu_seqlens_kv, k_strides[0], k_strides[2])
     _, v_start = sequence(b, seq_kv, cu_seqlens_kv, v_strides[0], v_strides[2])
     if kv_lens is not None:
@@ -126,14 +136,18 @@ def grad_kv(
         start, full_start, full_end, stop = visited_tiles(
             0, rows_q, kv_tile * TILE_KV, last_key, -high, -low, tile_map, b, head, kv_tile, TILE_Q, RIGHT, LEFT, MASK
         )
+        q_head, d_head, lse_head, delta_head = q, grad_out, lse2, delta
+        if not DESCRIBED:
+            q_head = q + q_start + wide_head * q_strides[1]
+            d_head = grad_out + grad_start + wide_head * grad_out_strides[1]
+            lse_head = lse2 + row_start + wide_head * row_strides[1]
+            delta_head = delta + row_start + wide_head * row_strides[1]
         acc_k, acc_v = gather_queries(
-            acc_k, acc_v, k_tile, v_tile, q + q_start + wide_head * q_strides[1],
-            grad_out + grad_start + wide_head * grad_out_strides[1],
-            lse2 + lse_start + wide_head * lse_strides[1], delta + lse_start + wide_head * lse_strides[1],
+            acc_k, acc_v, k_tile, v_tile, q_head, d_head, lse_head, delta_head,
             tile_map, start, full_start, full_end, stop, b, head, keys, rows_q, keys_kv, low, high,
-            scale, score_operands, mask_operands, q_strides[2], grad_out_strides[2], lse_strides[2],
+            scale, score_operands, mask_operands, q_strides[2], grad_out_strides[2],
             TILE_Q, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, TAIL,
-            SCORE, SCORE_GRAD, MASK, PRECISION,
+            SCORE, SCORE_GRAD, MASK, PRECISION, DESCRIBED,
         )  # fmt: skip
     store_tile(
         grad_k + grad_k_start + h * grad_k_strides[1],
@@ -151,10 +165,11 @@ def grad_kv(
 @triton.jit
 def gather_queries(
     acc_k, acc_v, k_tile, v_tile, q, grad_out, lse2, delta, tile_map, first_place, full_start, full_end, stop_place,
-    b, head, keys, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, q_row, grad_row, lse_row,
+    b, head, keys, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, q_row, grad_row,
     TILE_Q: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     TAIL: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """What the Q tiles that ``visited_tiles`` found add to dK and dV."""
     listed = tile_at(first_place, tile_map, stop_place)
@@ -165,17 +180,20 @@ def gather_queries(
         positions = start + lanes
         valid = positions < seq_q
         far = start.to(tl.int64)
-        q_tile = load_tile(q + far * q_row, offsets_of(lanes, q_row, WIDE), valid, HEAD_DIM, BLOCK_D, TAIL)
-        if TAIL:
-            row_lse = tl.load(lse2 + far * lse_row + lanes * lse_row, mask=valid, other=float("inf"))
-            row_delta = tl.load(delta + far * lse_row + lanes * lse_row, mask=valid, other=0.0)
+        if DESCRIBED:
+            q_tile = load_described(q, b, head, start, TILE_Q, BLOCK_D)
+            row_lse = lse2.load([b, head, start]).reshape(TILE_Q)
+            row_delta = delta.load([b, head, start]).reshape(TILE_Q)
         else:
-            row_lse = tl.load(lse2 + far * lse_row + lanes * lse_row)
-            row_delta = tl.load(delta + far * lse_row + lanes * lse_row)
+            q_tile = load_tile(q + far * q_row, offsets_of(lanes, q_row, WIDE), valid, HEAD_DIM, BLOCK_D, TAIL)
+            row_lse, row_delta = tl.load(lse2 + far + lanes), tl.load(delta + far + lanes)
         products = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)
-        d_tile = load_tile(
-            grad_out + far * grad_row, offsets_of(lanes, grad_row, WIDE), valid, HEAD_DIM_V, BLOCK_DV, TAIL
-        )
+        if DESCRIBED:
+            d_tile = load_described(grad_out, b, head, start, TILE_Q, BLOCK_DV)
+        else:
+            d_tile = load_tile(
+                grad_out + far * grad_row, offsets_of(lanes, grad_row, WIDE), valid, HEAD_DIM_V, BLOCK_DV, TAIL
+            )
         grad_probs = tl.dot(v_tile, tl.trans(d_tile), input_precision=PRECISION)
         probs, grad = probs_and_grad(
             products, grad_probs, row_lse[None, :], row_delta[None, :],
@@ -184,9 +202,7 @@ def gather_queries(
         # Rows past the end need no mask: their LSE of +inf makes P and dS 0.
         if LEFT or RIGHT or MASK is not None:
             if in_part(place, full_start, full_end, RIGHT and MASK is None):
-                visible = seen(
-                    b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK, True
-                )
+                visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, MASK, True)
                 probs, grad = tl.where(visible, probs, 0.0), tl.where(visible, grad, 0.0)
         acc_v = tl.dot(probs.to(d_tile.dtype), d_tile, acc_v, input_precision=PRECISION)
         acc_k = tl.dot(grad.to(q_tile.dtype), q_tile, acc_k, input_precision=PRECISION)
@@ -197,13 +213,15 @@ def gather_queries(
 def grad_q(
     q, k, v, grad_out, lse2, delta, grad_q, cu_seqlens_q, cu_seqlens_kv, kv_lens,
     tile_map, score_operands, mask_operands,
-    q_strides, k_strides, v_strides, grad_out_strides, lse_strides, grad_q_strides,
+    q_strides, k_strides, v_strides, grad_out_strides, row_strides, grad_q_strides,
     batch, heads, group, seq_q, seq_kv, total_q, scale, low_bottom, high_bottom, low_top, high_top,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     TAIL: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    PAD: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of rows. Grid: row tiles · heads · batch (packed sequences: batch + 1)."""
+    """dQ of one tile of rows. Grid: row tiles · heads · batch (packed sequences: batch + 1). DESCRIBED: K and V are
+    tensor descriptors."""
     row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
     row_tile, head, b = task(tl.program_id(0), row_tiles, heads, RIGHT, RIGHT)
     if cu_seqlens_q is not None:
@@ -214,7 +232,6 @@ def grad_q(
     rows_q, q_start = sequence(b, seq_q, cu_seqlens_q, q_strides[0], q_strides[2])
     _, grad_start = sequence(b, seq_q, cu_seqlens_q, grad_out_strides[0], grad_out_strides[2])
     _, grad_q_start = sequence(b, seq_q, cu_seqlens_q, grad_q_strides[0], grad_q_strides[2])
-    _, lse_start = sequence(b, seq_q, cu_seqlens_q, lse_strides[0], lse_strides[2])
     keys_kv, k_start = sequence(b, seq_kv, cu_seqlens_kv, k_strides[0], k_strides[2])
     _, v_start = sequence(b, seq_kv, cu_seqlens_kv, v_strides[0], v_strides[2])
     if kv_lens is not None:
@@ -232,21 +249,23 @@ def grad_q(
     d_tile = load_tile(
         grad_out + grad_start + h * grad_out_strides[1], wide * grad_out_strides[2], valid, HEAD_DIM_V, BLOCK_DV, True
     )
-    lse_offsets = lse_start + h * lse_strides[1] + wide * lse_strides[2]
-    row_lse = tl.load(lse2 + lse_offsets, mask=valid, other=float("inf"))[:, None]
-    row_delta = tl.load(delta + lse_offsets, mask=valid, other=0.0)[:, None]
+    places = padded_start(b, cu_seqlens_q, row_strides[0], PAD) + h * row_strides[1] + wide
+    row_lse = tl.load(lse2 + places, mask=valid, other=float("inf"))[:, None]
+    row_delta = tl.load(delta + places, mask=valid, other=0.0)[:, None]
     acc = tl.zeros([TILE_Q, BLOCK_D], dtype=tl.float32)
     low, high = diagonals(rows_q, keys_kv, low_bottom, high_bottom, low_top, high_top)
     last = tl.minimum(row_tile * TILE_Q + TILE_Q, rows_q) - 1
     start, full_start, full_end, stop = visited_tiles(
         0, keys_kv, row_tile * TILE_Q, last, low, high, tile_map, b, head, row_tile, TILE_KV, LEFT, RIGHT, MASK
     )
+    k_head, v_head = k, v
+    if not DESCRIBED:
+        k_head, v_head = k + k_start + kv_head * k_strides[1], v + v_start + kv_head * v_strides[1]
     acc = gather_keys(
-        acc, q_tile, d_tile, row_lse, row_delta, k + k_start + kv_head * k_strides[1],
-        v + v_start + kv_head * v_strides[1], tile_map, start, full_start, full_end, stop,
-        b, head, positions, rows_q, keys_kv, low, high, scale, score_operands, mask_operands,
+        acc, q_tile, d_tile, row_lse, row_delta, k_head, v_head, tile_map, start, full_start, full_end, stop,
+        b, head // group, head, positions, rows_q, keys_kv, low, high, scale, score_operands, mask_operands,
         k_strides[2], v_strides[2], TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, WIDE, LEFT, RIGHT, TAIL,
-        SCORE, SCORE_GRAD, MASK, PRECISION,
+        SCORE, SCORE_GRAD, MASK, PRECISION, DESCRIBED,
     )  # fmt: skip
     store_tile(
         grad_q + grad_q_start + h * grad_q_strides[1], wide * grad_q_strides[2], valid, acc * scale, HEAD_DIM, BLOCK_D
@@ -256,10 +275,11 @@ def grad_q(
 @triton.jit
 def gather_keys(
     acc, q_tile, d_tile, row_lse, row_delta, k, v, tile_map, first_place, full_start, full_end, stop_place,
-    b, head, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_row, v_row,
+    b, kv_head, head, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_row, v_row,
     TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, WIDE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     TAIL: tl.constexpr, SCORE: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """What the KV tiles that ``visited_tiles`` found add to dQ / scale."""
     listed = tile_at(first_place, tile_map, stop_place)
@@ -269,8 +289,12 @@ def gather_keys(
         lanes = tl.arange(0, TILE_KV)
         keys = start + lanes
         present, far = keys < seq_kv, start.to(tl.int64)
-        k_tile = load_tile(k + far * k_row, offsets_of(lanes, k_row, WIDE), present, HEAD_DIM, BLOCK_D, TAIL)
-        v_tile = load_tile(v + far * v_row, offsets_of(lanes, v_row, WIDE), present, HEAD_DIM_V, BLOCK_DV, TAIL)
+        if DESCRIBED:
+            k_tile = load_described(k, b, kv_head, start, TILE_KV, BLOCK_D)
+            v_tile = load_described(v, b, kv_head, start, TILE_KV, BLOCK_DV)
+        else:
+            k_tile = load_tile(k + far * k_row, offsets_of(lanes, k_row, WIDE), present, HEAD_DIM, BLOCK_D, TAIL)
+            v_tile = load_tile(v + far * v_row, offsets_of(lanes, v_row, WIDE), present, HEAD_DIM_V, BLOCK_DV, TAIL)
         products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         grad_probs = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)
         _, grad = probs_and_grad(
@@ -279,7 +303,7 @@ def gather_keys(
         )  # fmt: skip
         if LEFT or RIGHT or MASK is not None or TAIL:
             if in_part(place, full_start, full_end, LEFT and MASK is None):
-                visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
+                visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, MASK)
                 grad = tl.where(visible, grad, 0.0)
         acc = tl.dot(grad.to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
     return acc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,8 @@ from attnworks import tilemap
 from attnworks.backends import Launcher
 from attnworks.backends.triton import parts
 from attnworks.backends.triton.forward import combine, forward
-from attnworks.backends.triton.launch import Launch
-from attnworks.backends.triton.plans import GROUPED, block, columns, register_limit
+from attnworks.backends.triton.launch import Described, Launch, aligned, describer_of_rows
+from attnworks.backends.triton.plans import GROUPED, TMA, block, columns, register_limit
 from attnworks.backends.triton.user_code import jit
 from attnworks.expressions.derivatives import derivative
 from attnworks.expressions.source import operand_facts
@@ -96,6 +97,15 @@ def far_apart(tile: int, *strides: Strides) -> bool:
     return (tile - 1) * max(row for _, _, row in strides) >= 2**31
 
 
+def kv_describers(p: Problem, tile_kv: int) -> tuple[Callable[[Tensor], Described], Callable[[Tensor], Described]]:
+    """Of K and of V, for kernels that read tiles of ``tile_kv`` rows (``plans.takes_tma``)."""
+    shape = (p.batch, p.heads_kv, p.seq_kv)
+    return (
+        describer_of_rows(shape, p.head_dim, p.k_strides, tile_kv),
+        describer_of_rows(shape, p.head_dim_v, p.v_strides, tile_kv),
+    )
+
+
 # Products of fp32 operands in fp32: tf32 would keep 10 bits of them. To 16-bit operands it means nothing.
 PRECISION = "ieee"
 
@@ -129,10 +139,16 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
         "SCORE": modifiers.score, "MASK": modifiers.mask, "PRECISION": PRECISION,
         "REST": rest, "BLOCK_REST": block(rest) if rest else 0,
     }  # fmt: skip
-    launch = Launch(
-        forward, (row_tiles * heads * sequences, splits), fixed, num_warps=plan.warps, num_stages=plan.stages,
-        **register_limit(p, plan),
-    )  # fmt: skip
+
+    def variant(described: bool) -> Launch:
+        return Launch(
+            forward, (row_tiles * heads * sequences, splits), fixed | {"DESCRIBED": described},
+            num_warps=plan.warps, num_stages=plan.stages, **register_limit(p, plan),
+        )  # fmt: skip
+
+    launch = variant(False)
+    launch_described = variant(True) if plan.isa == TMA else None
+    describe_k, describe_v = kv_describers(p, plan.tile_kv)
     merge = _merge(p, splits, out_strides, lse_strides, (out_size, lse_size)) if splits > 1 else None
     dtype, return_lse, device = p.dtype, p.return_lse, torch.device(p.device)
 
@@ -146,8 +162,11 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
         if merge is not None:
             into = torch.empty((splits, *out_shape), dtype=torch.float32, device=device)
             into_lse = torch.empty((splits, *lse_shape), dtype=torch.float32, device=device)
+        k, v, chosen = o.k, o.v, launch
+        if launch_described is not None and aligned(k, v):
+            k, v, chosen = describe_k(k), describe_v(v), launch_described
         # fmt: off
-        launch(o.q, o.k, o.v, into, into_lse, o.cu_seqlens_q, o.cu_seqlens_kv, o.kv_lens, o.page_table,
+        chosen(o.q, k, v, into, into_lse, o.cu_seqlens_q, o.cu_seqlens_kv, o.kv_lens, o.page_table,
                k_scale, v_scale, sink, tiles, modifiers.score_operands(o), modifiers.mask_operands(o))
         # fmt: on
         if merge is not None:

@@ -19,6 +19,7 @@ from attnworks.backends.triton.parts import (
     LOG2E,
     diagonals,
     in_part,
+    load_described,
     load_tile,
     offsets_of,
     seen,
@@ -38,15 +39,15 @@ def forward(
     batch, heads, group, seq_q, seq_kv, total_q, scale, low_bottom, high_bottom, low_top, high_top, split_kv,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, GROUPED: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr,
-    EQUAL_ROWS: tl.constexpr,
+    EQUAL_ROWS: tl.constexpr, DESCRIBED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of one tile of rows. Grid: (row tiles · heads · batch, splits); packed sequences have one batch entry
     more, for the rows after the last sequence. ``heads``: of KV if GROUPED, else of Q. Strides are (batch, head, row).
-    EQUAL_ROWS: rows of K and V are equally far apart. ``scale`` multiplies Q Kᵀ; if FOLDED it is > 0 and there are no
-    score modifiers. Without TAIL the keys end on a tile's edge. REST: columns of Q and K beyond the first HEAD_DIM, for
-    all of which one power of two would be too wide."""
+    EQUAL_ROWS: rows of K and V are equally far apart; DESCRIBED: K and V are tensor descriptors. ``scale`` multiplies
+    Q Kᵀ; if FOLDED it is > 0 and there are no score modifiers. Without TAIL the keys end on a tile's edge. REST:
+    columns of Q and K beyond the first HEAD_DIM, for all of which one power of two would be too wide."""
     row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
     row_tile, head, b = task(tl.program_id(0), row_tiles, heads, RIGHT, RIGHT)
     if cu_seqlens_q is not None:
@@ -91,8 +92,10 @@ def forward(
     q_rest = None
     if REST:
         q_rest = load_tile(q + q_start + HEAD_DIM, q_offsets, valid, REST, BLOCK_REST, True)
-    k_head = k + k_start + kv_head.to(tl.int64) * k_strides[1]
-    v_head = v + v_start + kv_head.to(tl.int64) * v_strides[1]
+    k_head, v_head = k, v
+    if not DESCRIBED:
+        k_head = k + k_start + kv_head.to(tl.int64) * k_strides[1]
+        v_head = v + v_start + kv_head.to(tl.int64) * v_strides[1]
     factor = scale if k_scale is None else scale * tl.load(k_scale + kv_head)
 
     low, high = diagonals(rows_q, keys_kv, low_bottom, high_bottom, low_top, high_top)
@@ -111,8 +114,8 @@ def forward(
     )
     acc, running_sum, running_max = attend(
         acc, running_sum, running_max, q_tile, k_head, v_head, table, tile_map, start, full_start, full_end, stop,
-        b, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
-        k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS,
+        b, kv_head, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
+        k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS, DESCRIBED,
         LEFT, RIGHT, TAIL, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
     )  # fmt: skip
 
@@ -133,10 +136,10 @@ def forward(
 @triton.jit
 def attend(
     acc, running_sum, running_max, q, k_head, v_head, table, tile_map, first_place, full_start, full_end, stop_place,
-    b, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides, v_strides,
+    b, kv_head, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides, v_strides,
     TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, FOLDED: tl.constexpr,
+    DESCRIBED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
@@ -152,12 +155,14 @@ def attend(
         lanes = tl.arange(0, TILE_KV)
         keys = start + lanes
         present = keys < seq_kv
-        if PAGE == 0:
-            # One 64-bit offset for the tile; those within it stay the same from tile to tile.
-            k_tile, v_tile = k_head + start.to(tl.int64) * k_row, v_head + start.to(tl.int64) * v_row
-            k_offsets, v_offsets = offsets_of(lanes, k_row, WIDE), offsets_of(lanes, v_row, WIDE)
+        if DESCRIBED:
+            k = load_described(k_head, b, kv_head, start, TILE_KV, BLOCK_D)
         else:
-            if PAGE % TILE_KV == 0:  # the tile lies in one page: one entry of the table, and the tile does begin
+            if PAGE == 0:
+                # One 64-bit offset for the tile; those within it stay the same from tile to tile.
+                k_tile, v_tile = k_head + start.to(tl.int64) * k_row, v_head + start.to(tl.int64) * v_row
+                k_offsets, v_offsets = offsets_of(lanes, k_row, WIDE), offsets_of(lanes, v_row, WIDE)
+            elif PAGE % TILE_KV == 0:  # the tile lies in one page: one entry of the table, and the tile does begin
                 page = tl.load(table + start // PAGE).to(tl.int64)
                 k_tile = k_head + page * k_strides[0] + (start % PAGE).to(tl.int64) * k_row
                 v_tile = v_head + page * v_strides[0] + (start % PAGE).to(tl.int64) * v_row
@@ -167,7 +172,7 @@ def attend(
                 k_tile, v_tile = k_head, v_head
                 k_offsets = pages * k_strides[0] + (keys % PAGE).to(tl.int64) * k_row
                 v_offsets = pages * v_strides[0] + (keys % PAGE).to(tl.int64) * v_row
-        k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, TAIL).to(q.dtype)
+            k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, TAIL).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if REST:
             k_rest = load_tile(k_tile + HEAD_DIM, k_offsets, present, REST, BLOCK_REST, TAIL).to(q.dtype)
@@ -181,7 +186,7 @@ def attend(
             scores = scores * LOG2E
         if LEFT or RIGHT or MASK is not None or TAIL:
             if in_part(place, full_start, full_end, LEFT and MASK is None):
-                visible = seen(b, heads, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
+                visible = seen(b, heads, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, MASK)
                 scores = tl.where(visible, scores, -float("inf"))
         # Folded, the scale is one more factor in the exponential's argument, which a fused multiply-add takes along.
         factor = scale * LOG2E if FOLDED else 1.0
@@ -191,7 +196,10 @@ def attend(
         alpha = tl.math.exp2(running_max - shift)
         running_sum = running_sum * alpha + tl.sum(probs, 1)
         running_max = new_max
-        v = load_tile(v_tile, v_offsets, present, HEAD_DIM_V, BLOCK_DV, TAIL).to(q.dtype)
+        if DESCRIBED:
+            v = load_described(v_head, b, kv_head, start, TILE_KV, BLOCK_DV)
+        else:
+            v = load_tile(v_tile, v_offsets, present, HEAD_DIM_V, BLOCK_DV, TAIL).to(q.dtype)
         acc = tl.dot(probs.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, running_sum, running_max
 

@@ -4,18 +4,18 @@ import triton
 import triton.language as tl
 
 from attnworks.backends.triton.backward import probs_and_grad
-from attnworks.backends.triton.parts import diagonals, load_tile, seen, sequence, tile_ranges
+from attnworks.backends.triton.parts import diagonals, load_tile, padded_start, seen, sequence, tile_ranges
 
 
 @triton.jit
 def grad_bias(
     q, k, v, grad_out, lse2, delta, grad, cu_seqlens_q, cu_seqlens_kv, kv_lens, score_operands, mask_operands,
-    q_strides, k_strides, v_strides, grad_out_strides, lse_strides, bias_strides,
+    q_strides, k_strides, v_strides, grad_out_strides, row_strides, bias_strides,
     batch, heads, group, seq_q, seq_kv, tiles_q, tiles_kv, scale, low_bottom, high_bottom, low_top, high_top,
     TILE_Q: tl.constexpr, TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     SCORE: tl.constexpr, SLOPE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
-    OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_Q: tl.constexpr, OVER_K: tl.constexpr,
+    OVER_B: tl.constexpr, OVER_H: tl.constexpr, OVER_Q: tl.constexpr, OVER_K: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a bias: dS at its place, summed OVER the dimensions that it is broadcast along. One program for
     each tile of the bias as it is; grid: batch · heads · Q tiles · KV tiles, without those that are summed over.
@@ -32,7 +32,7 @@ def grad_bias(
         b = own_b + b_step
         rows_q, q_start = sequence(b, seq_q, cu_seqlens_q, q_strides[0], q_strides[2])
         _, grad_start = sequence(b, seq_q, cu_seqlens_q, grad_out_strides[0], grad_out_strides[2])
-        _, lse_start = sequence(b, seq_q, cu_seqlens_q, lse_strides[0], lse_strides[2])
+        row_start = padded_start(b, cu_seqlens_q, row_strides[0], PAD)
         keys_kv, k_start = sequence(b, seq_kv, cu_seqlens_kv, k_strides[0], k_strides[2])
         _, v_start = sequence(b, seq_kv, cu_seqlens_kv, v_strides[0], v_strides[2])
         if kv_lens is not None:
@@ -50,7 +50,7 @@ def grad_bias(
                     grad_out + grad_start + h * grad_out_strides[1], wide * grad_out_strides[2], valid,
                     HEAD_DIM_V, BLOCK_DV, True,
                 )  # fmt: skip
-                rows = lse_start + h * lse_strides[1] + wide * lse_strides[2]
+                rows = row_start + h * row_strides[1] + wide
                 row_lse = tl.load(lse2 + rows, mask=valid, other=float("inf"))[:, None]
                 row_delta = tl.load(delta + rows, mask=valid, other=0.0)[:, None]
                 last = tl.minimum(tile_q * TILE_Q + TILE_Q, rows_q) - 1
@@ -66,9 +66,7 @@ def grad_bias(
                     v_tile = load_tile(
                         v + v_start + kv_head * v_strides[1], far * v_strides[2], present, HEAD_DIM_V, BLOCK_DV, True
                     )
-                    visible = seen(
-                        b, head, positions, keys, rows_q, keys_kv, low, high, mask_operands, LEFT, RIGHT, MASK
-                    )
+                    visible = seen(b, head, positions, keys, rows_q, keys_kv, low, high, mask_operands, LEFT, MASK)
                     at_q, at_k = positions[:, None], keys[None, :]
                     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
                     grad_probs = tl.dot(d_tile, tl.trans(v_tile), input_precision=PRECISION)

@@ -115,7 +115,7 @@ def visit(
         scores = scores.to(tl.float32) * LOG2E
         if LEFT or RIGHT or MASK is not None:
             if in_part(place, full_start, full_end, RIGHT and MASK is None):
-                visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
+                visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, MASK)
                 scores = tl.where(visible, scores, -float("inf"))
         if TAIL_KV:
             scores = tl.where((keys < seq_kv)[None, :], scores, -float("inf"))

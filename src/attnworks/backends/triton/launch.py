@@ -8,11 +8,19 @@ Triton's interpreter, which runs kernels on a CPU, has no compiled kernel, and a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attnworks.backends.triton.plans import ALIGNMENT, block
+from attnworks.problem import Strides
+
+Sizes = tuple[int, int, int]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -21,12 +29,48 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 NOTED: list[tuple[Launch, tuple[Any, ...]]] = []
 
 
+class Described(TensorDescriptor):  # type: ignore[misc]
+    """A tensor that a kernel reads in blocks through a tensor descriptor. Where the card has a copy engine (NVIDIA from
+    compute capability 9.0) each block is one copy that it makes by itself.
+
+    What Triton would check at each call ``plans.describable`` and ``aligned`` have found out before.
+    """
+
+    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]) -> None:
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+        self.padding = "zero"
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+
+@lru_cache(maxsize=256)
+def describer(
+    shape: tuple[int, ...], strides: tuple[int, ...], block_shape: tuple[int, ...]
+) -> Callable[[Tensor], Described]:
+    """What describes tensors of this shape; ``strides`` are those of all dimensions but the last."""
+    # A dimension of size 1 may have any stride, also one that a descriptor can't have.
+    steps = [stride if size > 1 else ALIGNMENT for size, stride in zip(shape[:-1], strides, strict=True)] + [1]
+    sizes, blocks = list(shape), list(block_shape)
+    return lambda tensor: Described(tensor, sizes, steps, blocks)
+
+
+def describer_of_rows(shape: Sizes, dim: int, strides: Strides, tile: int) -> Callable[[Tensor], Described]:
+    """For tensors of ``shape`` (batch, heads, rows) and ``dim`` columns, in blocks of ``tile`` whole rows."""
+    return describer((*shape, dim), strides, (1, 1, tile, block(dim)))
+
+
+def aligned(*tensors: Tensor) -> bool:
+    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+
+
 class Launch:
     """One kernel with everything fixed but the tensors.
 
     ``kernel``: the jitted function; ``grid``: up to three sizes; ``fixed``: its other arguments by name, ``options``:
-    ``num_warps``, ``num_stages``. Called with what varies, by position, first in the kernel's signature: tensors, None,
-    or tuples of tensors and numbers.
+    ``num_warps``, ``num_stages``. Called with what varies, by position, first in the kernel's signature: tensors, also
+    described ones, None, or tuples of tensors and numbers.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], fixed: dict[str, Any], **options: int) -> None:
@@ -71,6 +115,8 @@ def _argument(value: Any, seen: list[Any]) -> Any:
         pointer = value.data_ptr()
         seen.append(pointer % 16 == 0)
         return pointer
+    if isinstance(value, Described):
+        return value
     if isinstance(value, tuple):
         seen.append(len(value))
         return tuple([_argument(part, seen) for part in value])

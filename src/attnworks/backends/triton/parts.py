@@ -28,6 +28,16 @@ def sequence(b, seq, cu_seqlens, stride_batch, stride_row):
 
 
 @triton.jit
+def padded_start(b, cu_seqlens, stride_batch, PAD: tl.constexpr):
+    """The first row of sequence b where each begins on a multiple of PAD rows and is padded to one."""
+    if cu_seqlens is None:
+        start = b.to(tl.int64) * stride_batch
+    else:
+        start = (tl.load(cu_seqlens + b) // PAD + b).to(tl.int64) * PAD
+    return start
+
+
+@triton.jit
 def task(program, tiles, heads, UNEVEN: tl.constexpr, LATE_FIRST: tl.constexpr):
     """(tile, head, batch entry) of a program. Tiles are UNEVEN under a causal bound: then the longest of all heads go
     first, so that no long one is left for the end. Otherwise a head's tiles run side by side and share its keys in the
@@ -103,7 +113,7 @@ def in_part(place, full_start, full_end, LEFT: tl.constexpr):
 @triton.jit
 def seen(
     b, head, rows, keys, seq_q, seq_kv, low, high, mask_operands,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, MASK: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
+    LEFT: tl.constexpr, MASK: tl.constexpr, KEYS_FIRST: tl.constexpr = False,
 ):  # fmt: skip
     """(rows, keys) of booleans, (keys, rows) if KEYS_FIRST: whether the row sees the key."""
     visible = inside(rows, keys, seq_kv, low, high, LEFT)
@@ -137,6 +147,13 @@ def load_tile(base, offsets, valid, DIM: tl.constexpr, BLOCK: tl.constexpr, MASK
     else:
         tile = tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def load_described(tensor, b, head, start, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows start to start + TILE - 1 of a head as (TILE, BLOCK), 0 past the last row and column, through a tensor
+    descriptor (``launch.Described``): one copy that the hardware makes by itself."""
+    return tensor.load([b, head, start, 0]).reshape(TILE, BLOCK)
 
 
 @triton.jit

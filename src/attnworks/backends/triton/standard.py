@@ -41,7 +41,7 @@ def write_scores(
         s = SCORE(s, b, head, positions[:, None], keys[None, :], seq_kv - seq_q, score_operands)
     if LEFT or RIGHT or MASK is not None:
         low, high = diagonals(seq_q, seq_kv, low_bottom, high_bottom, low_top, high_top)
-        visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, RIGHT, MASK)
+        visible = seen(b, head, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, MASK)
         s = tl.where(visible, s, -float("inf"))
     to = scores + (unit.to(tl.int64) * seq_q + rows[:, None]) * seq_kv + columns[None, :]
     tl.store(to, s.to(scores.dtype.element_ty), mask=(positions < seq_q)[:, None] & (keys < seq_kv)[None, :])

@@ -41,6 +41,9 @@ TILED = (
     "V of another tile",
     "rescaled upside down",
     "rescaled after adding",
+    "rescaled by another exponent",
+    "window's first tile skipped",
+    "mask or bias at another address",
     "first tile only",
     "last tile only",
     "accumulator overwritten by each tile",
@@ -77,6 +80,7 @@ WRITTEN = (
     "bias of head 0",
     "bias of sequence 0",
     "bias of row 0",
+    "mask or bias at another address",
 )
 SPLIT = ("splits averaged", "splits summed")
 TILE_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)

@@ -67,6 +67,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "window without right end": Cause(
             "A window shows all of the future.", WINDOW, "The right bound where it is not causal."
         ),
+        "window's first tile skipped": Cause(
+            "A window: the oldest keys of a block of rows are missing where the block's first one is inside a tile.",
+            WINDOW,
+            "The loop's first tile: the oldest key of the block's first row, divided by the tile and rounded down.",
+        ),
+        "mask or bias at another address": Cause(
+            "A mask or bias as a tensor: right on the first tile of keys, or with as many queries as keys.",
+            "mask[b, h, i, j] at i · its own row stride + j",
+            "Does its pointer go on with K's from tile to tile, by a row stride that is the tensor's own?",
+        ),
         "mask of head 0": Cause(
             "A mask with heads or sequences: those of another one.",
             "mask[b, h, i, j]",
@@ -119,6 +129,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "LSE too large by a factor of 1.44 = 1/ln 2.", LSE, "m and log2 l must both be times ln 2."
         ),
         "lse not written": Cause("LSE is 0 (or what lay in memory).", LSE, "The store, its mask and its strides."),
+        "lse of another row": Cause(
+            "Output right; the LSE holds the right numbers in other places.",
+            "LSE (batch, heads, rows); packed (heads, rows)",
+            "The strides of the store, and a reshape where a transposition belongs.",
+        ),
         "lse is the maximum": Cause(
             "Output right, LSE too small by log of the sum.",
             LSE,

@@ -45,6 +45,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "every sequence is computed",
             "The grid's extent; early exits.",
         ),
+        "sequences exchanged": Cause(
+            "A batch: each output is right, for another sequence.",
+            "O[b] belongs to q[b]",
+            "An order of work (longest first) that results are not put back from; the program's number at the store.",
+        ),
         "sequences not apart": Cause(
             "Packed sequences: each sees its neighbours' keys.",
             "cu_seqlens[b] ≤ j < cu_seqlens[b + 1]",
@@ -105,6 +110,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
         "v_scale dropped": Cause(
             "8-bit cache: off by a constant factor.", "V = v_scale · stored", "V's own scale, once, at the end."
+        ),
+        "8-bit cache without its sign": Cause(
+            "int8 cache: far off wherever a stored number is negative; fp8 right.",
+            "stored numbers are -127 … 127",
+            "char has no sign on some platforms: signed char, or int8 loads that extend the sign.",
         ),
         "writes into q": Cause(
             "An input is changed by the call.", "q, k and v are read only", "In-place operations on a view."

@@ -36,6 +36,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             RESCALE,
             "The order: acc *= α first, then acc += P V.",
         ),
+        "rescaled by another exponent": Cause(
+            "Right on one tile of keys, or where the maximum stands in the first; smooth errors where it rises.",
+            RESCALE,
+            "α and P must come from the same exponential of scores in the same units: both base 2, both scaled.",
+        ),
         "accumulator overwritten by each tile": Cause(
             "Right on one tile; on more the output is far too small: only the last tile's P V over the whole sum.",
             RESCALE,
