@@ -138,7 +138,8 @@ def test_the_numbers_lie_beside_the_plots_and_can_be_taken_away():
     rows = json.loads(base64.b64decode(held[1]))
     assert len(rows) == 6 and rows[0]["N"] == "512"
     losing = next(row for row in rows if row["kernel"] == "torch SDPA" and row["N"] == "1024")
-    assert losing["times as fast"] == "0.75 (0.75 to 0.75)"
+    assert losing["times as fast"] == "0.75 (0.75 to 0.75)" and losing["call"] == RECORD.form
+    assert page.count(f"<li>torch SDPA: {RECORD.form}</li>") == 1 and f"<td>{RECORD.form}" not in page
 
 
 def test_only_what_there_is_has_a_section():

@@ -37,11 +37,12 @@ LARGEST_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class Table:
-    """Cells in words; columns from ``numbers_from`` on are numbers."""
+    """Cells in words; columns from ``numbers_from`` on are numbers. Those from ``shown`` on are in the data alone."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numbers_from: int = 1
+    shown: int | None = None
 
     @property
     def download(self) -> str:
@@ -140,10 +141,12 @@ def _lengths(records: Sequence[Record], names: Sequence[str]) -> Section | None:
     rows += [_row(record, "") for record in alone]
     rows.sort(key=lambda row: (row[0], int(row[1])))
     text = (
-        "Every competitor ran once in each round, in random order, in its best known form, which stands in the last "
-        "column. “Times as fast” says how attnworks compares with that row, with the interval that noise leaves."
+        "Every competitor ran once in each round, in random order, in its best known form, which stands below "
+        "the numbers. “Times as fast” says how attnworks compares with that row, with the interval that noise leaves."
     )
-    return Section("lengths", "Against its peers", text, tuple(plots), Table(columns, tuple(rows[:MOST_ROWS]), 3))
+    table = Table(columns, tuple(rows[:MOST_ROWS]), 3, shown=len(columns) - 1)
+    calls = dict.fromkeys(f"{row[2]}: {row[-1]}" for row in table.rows)
+    return Section("lengths", "Against its peers", text, tuple(plots), table, tuple(calls))
 
 
 def _rate(record: Record, n: int, scale: float) -> Point:
