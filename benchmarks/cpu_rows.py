@@ -137,4 +137,5 @@ def ratio_row(
         f">= {bar}" if not away else "",
         passed,
         "; ".join([*detail, away]).rstrip("; "),
+        (f"{label(provider)}: {own.form}", f"{label(other)}: {theirs.form}"),
     )

@@ -60,8 +60,24 @@ def measure(competitors: dict[str, Run], rounds: int, *, graphs: bool = True) ->
     return {name: [1e3 * each for each in times] for name, times in found.items()}
 
 
+_SDPA = "F.scaled_dot_product_attention(q, k, v, is_causal=...) under sdpa_kernel"
+CALLS = {
+    "attnworks": 'attention(q, k, v, mask=..., backend="triton")',
+    "FA2": f"{_SDPA}(FLASH_ATTENTION)",
+    "cuDNN": f"{_SDPA}(CUDNN_ATTENTION)",
+    "FlexAttention": 'torch.compile(flex_attention, mode="max-autotune-no-cudagraphs")(q, k, v, block_mask=...)',
+    "Triton tutorial's tiles (128 x 64)": 'attention(q, k, v, mask=..., plan=Plan("triton", "q_outer", 128, 64, ...))',
+    "standard attention": "(q @ k.mT / sqrt(d)).masked_fill(hidden, -inf).softmax(-1) @ v",
+}
+
+
 def rows_of(
-    section: str, problem: str, times: dict[str, list[float]], bars: dict[str, float], flops: float
+    section: str,
+    problem: str,
+    times: dict[str, list[float]],
+    bars: dict[str, float],
+    flops: float,
+    calls: dict[str, str] = CALLS,
 ) -> Iterator[Row]:
     own = times["attnworks"]
     rate = f"{flops / statistics.median(own) / 1e9:.0f} TFLOP/s, {statistics.median(own):.3f} ms"
@@ -72,7 +88,8 @@ def rows_of(
         bar = bars.get(name)
         held = None if bar is None else found.value >= bar
         theirs = f"{name} {statistics.median(other):.3f} ms"
-        yield Row(section, problem, name, str(found), f">= {bar}" if bar else "", held, f"{rate}; {theirs}")
+        called = tuple(f"{each}: {calls[each]}" for each in ("attnworks", name) if each in calls)
+        yield Row(section, problem, name, str(found), f">= {bar}" if bar else "", held, f"{rate}; {theirs}", called)
 
 
 def close(got: Tensor, want: Tensor) -> bool:
@@ -270,7 +287,11 @@ def decode_rows(rounds: int) -> Iterator[Row]:
             detail = (
                 f"{speed:.0f} GB/s, {statistics.median(own):.4f} ms; {name} {statistics.median(times[name]):.4f} ms"
             )
-            yield Row("Decode", f"batch {batch}, {length} keys, heads 32/8", name, str(found), "", None, detail)
+            called = (
+                "attnworks: attention_decode(q, k, v, kv_lens=lens)",
+                f"{name}: {CALLS[name]}, enable_gqa=True in the place of is_causal",
+            )
+            yield Row("Decode", f"batch {batch}, {length} keys, heads 32/8", name, str(found), "", None, detail, called)
 
 
 def host_microseconds(runs: dict[str, Callable[[int], Any]], laps: int = 100, calls: int = 100) -> dict[str, float]:

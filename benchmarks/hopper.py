@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+import gpu
 from attnworks import Causal, Plan, Window, attention, attention_varlen, explain
 from attnworks.backends.cuda import plans
 from attnworks.workbench import statistics
@@ -45,11 +47,19 @@ from gpu import (
     measure,
     products,
     right,
-    rows_of,
     sdpa,
 )
 from rows import Row, show
 
+CALLS = gpu.CALLS | {
+    "attnworks": 'attention(q, k, v, mask=..., backend="cuda")',
+    "attnworks, triton": 'attention(q, k, v, mask=..., backend="triton")',
+    "FA3": "flash_attn_interface.flash_attn_func(q, k, v, causal=..., window_size=...), packed flash_attn_varlen_func",
+    "FA4": "flash_attn.cute.flash_attn_func(q, k, v, causal=..., window_size=...)",
+    "32 KV heads": "the same call, each KV head repeated four times beforehand",
+    "whole tiles": 'attention(q, k, v, plan=...), the same tiles with schedule "q_outer"',
+}
+rows_of = partial(gpu.rows_of, calls=CALLS)
 HEAD_DIMS = (128, 64, 256)
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
 PEERS = ("cuDNN", "FA3", "FA4")

@@ -12,7 +12,7 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Row:
     """One line: what was measured against what, the number, its bar, and whether it holds (None: no bar here, and
-    why)."""
+    why). ``calls``: how each of those that were timed was called."""
 
     section: str
     problem: str
@@ -21,6 +21,7 @@ class Row:
     bar: str
     passed: bool | None
     detail: str = ""
+    calls: tuple[str, ...] = ()
 
 
 VERDICTS = {True: "pass", False: "FAIL", None: ""}
@@ -31,12 +32,18 @@ def _cells(row: Row) -> tuple[str, ...]:
     return row.problem, row.against, row.value, row.bar, VERDICTS[row.passed], row.detail
 
 
+def _calls(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(call for row in rows for call in row.calls))
+
+
 def print_section(rows: list[Row]) -> None:
     lines = [COLUMNS, *map(_cells, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
     print(f"\n{rows[0].section}")
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), flush=True)
+    for call in _calls(rows):
+        print(f"called: {call}", flush=True)
 
 
 def markdown(rows: list[Row], title: str, introduction: str) -> str:
@@ -49,7 +56,9 @@ def markdown(rows: list[Row], title: str, introduction: str) -> str:
             "| " + " | ".join(COLUMNS) + " |",
             "| " + " | ".join("---" for _ in COLUMNS) + " |",
         ]
-        text += ["| " + " | ".join(_cells(row)) + " |" for row in rows if row.section == section]
+        own = [row for row in rows if row.section == section]
+        text += ["| " + " | ".join(_cells(row)) + " |" for row in own]
+        text += ["", *(f"- called: {call}" for call in _calls(own))] if _calls(own) else []
     return "\n".join(text) + "\n"
 
 

@@ -64,7 +64,7 @@ def plan_of(case: dict[str, Any], on: Hardware) -> Plan:
 def schedule_of(case: dict[str, Any], on: Hardware) -> Schedule:
     if case["subject"].endswith("backward"):
         return schedules.backward_of(problem_of(case), "triton")
-    return schedules.of_plan(problem_of(case), plan_of(case, on))
+    return schedules.of_plan(problem_of(case), plan_of(case, on), on.units)
 
 
 # ---- under ncu -------------------------------------------------------------------------------------------------------

@@ -105,10 +105,10 @@ def same_rows(problem: Problem, trials: int, protocol: Protocol) -> Iterator[Row
     yield Row("The same kernel twice", in_words(problem), "itself", value, bar, claimed <= most, detail)
 
 
-def slowed_rows(problem: Problem, trials: int, protocol: Protocol) -> Iterator[Row]:
+def slowed_rows(problem: Problem, trials: int, protocol: Protocol, shares: list[float] | None = None) -> Iterator[Row]:
     kind = "cpu" if problem.device == "cpu" else "cuda"
     for (where, share), bar in FOUND_BARS.items():
-        if where != kind:
+        if where != kind or (shares and share not in shares):
             continue
         found = verdicts(problem, trials, slowed(problem, share), protocol)
         right = found.count("faster")
@@ -155,12 +155,14 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--length", type=int, help="queries and keys; 1024 on a CPU, 4096 on a GPU")
     parser.add_argument("--threads", type=int)
+    shares = sorted({share for _, share in FOUND_BARS})
+    parser.add_argument("--slower", type=float, nargs="+", choices=shares, help="slowed by these shares only")
     parser.add_argument("--markdown", type=Path, help="also write the tables there")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON; tables go nowhere")
     chosen = parser.parse_args()
     problem = described(chosen.device, chosen.length)
     protocol = Protocol(most_runs=400, threads=chosen.threads, budget_seconds=30)
-    made = {"same": same_rows, "slowed": slowed_rows, "errors": error_rows}
+    made = {"same": same_rows, "slowed": partial(slowed_rows, shares=chosen.slower), "errors": error_rows}
     sections = {name: partial(rows, problem, chosen.trials, protocol) for name, rows in made.items()}
     machine = environment.machine(problem.device)
     introduction = (

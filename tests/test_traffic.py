@@ -292,6 +292,12 @@ def test_plans_are_compared_by_a_finite_time() -> None:
     assert 0 < large < small < math.inf
 
 
+def test_a_last_wave_that_is_shared_leaves_nobody_idle() -> None:
+    p, machine = problem(4 * 64, 64, heads_q=1, heads_kv=1), replace(TEXTBOOK, units=3)  # 4 tiles, 3 units: two waves
+    alone, shared = (traffic.modelled_seconds(p, name, 64, 64, machine) for name in ("q_outer", "stream_k"))
+    assert alone == pytest.approx(shared * 6 / 4)
+
+
 # ---- machines ------------------------------------------------------------------------------------------------------
 
 

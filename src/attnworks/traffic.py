@@ -13,6 +13,9 @@ The model counts what a schedule must move when its tiles live on chip and nothi
 - "split_kv": decode. The visible K and V read once by each KV head's group of queries; fp32 partial results written and
   read where there is more than one split.
 
+"stream_k" counts as "q_outer" here: into how many parts its last tiles are cut depends on the machine, and what these
+write and read is counted in ``workbench/schedules.py``.
+
 In the other tiled schedules every query head reads its KV head's keys for itself, so GQA saves nothing of these
 re-reads. Tiles that closed bounds hide are never loaded. Tiling saves bytes, not FLOPs: without a mask every schedule
 has the same products.
@@ -153,12 +156,17 @@ def estimate(
 
 def modelled_seconds(problem: Problem, schedule: str, tile_q: int, tile_kv: int, hardware: Hardware) -> float:
     """Time by which plans are compared: bytes and products at the machine's rates, stretched by units left idle in the
-    last wave of tasks. Where the machine states no rates, nominal ones weigh the two; compare, don't quote."""
+    last wave of tasks, which "stream_k" leaves none of. Where the machine states no rates, nominal ones weigh the two;
+    compare, don't quote."""
     moved = estimate(problem, schedule, tile_q, tile_kv)
     units = max(hardware.units, 1)
     memory = moved.total_bytes / (hardware.bandwidth or _NOMINAL_BANDWIDTH_PER_UNIT * units)
     compute = moved.flops / (hardware.flops_for(problem.dtype) or _NOMINAL_FLOPS_PER_UNIT * units)
-    tasks = problem.batch * problem.heads_q * math.ceil(problem.seq_q / tile_q) if tile_q else units
+    tasks = (
+        problem.batch * problem.heads_q * math.ceil(problem.seq_q / tile_q)
+        if tile_q and schedule != "stream_k"
+        else units
+    )
     waves = math.ceil(tasks / units)
     return (memory + compute) * (waves * units / tasks if tasks else 1.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from attnworks import dispatch
 from attnworks.hardware import detect
 from attnworks.workbench import catalogue, ceilings, records
 from attnworks.workbench.cli import COMMANDS, main, output
+from attnworks.workbench.history import History
 from attnworks.workbench.providers import Provider, Sdpa
 from record_helpers import RECORD
 
@@ -256,6 +258,30 @@ def test_bench_prints_its_numbers_where_no_history_can_be_kept(tmp_path: Path, m
 
     monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured before the file was tried"))
     assert run("bench", *TINY, "--db", str(blocked / "history.db")).exit_code == 1
+
+
+@pytest.mark.usefixtures("small_flush")
+def test_who_interrupts_a_profile_keeps_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnworks.workbench.cli import bench as module
+
+    kept, seen = History(tmp_path / "history.db"), []
+
+    def count(problem: Any, record: Any, provider: Any) -> Any:
+        seen.append(len(kept.records()))
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return replace(record, profile={"cycles": 7})
+
+    monkeypatch.setattr(module.counters, "with_profile", count)
+    lines = tmp_path / "records.jsonl"
+    result = run("bench", *TINY, "--profile", "--db", str(kept.path), "--save", str(lines))
+    assert result.exit_code == 130 and "torch SDPA" in result.stdout and "profiling was interrupted" in result.stdout
+    assert seen == [3, 3], "kept before the profiler runs"
+    for found in (list(kept.records().values()), records.load(lines)):
+        assert [(one.provider, one.profile, "profiling was interrupted" in one.notes) for one in found] == [
+            ("attnworks", {"cycles": 7}, False), ("sdpa", None, True), ("standard", None, True),
+        ]  # fmt: skip
+    assert all(len(one.seconds) >= 5 for one in kept.records().values())
 
 
 @pytest.mark.usefixtures("small_flush")

@@ -236,6 +236,14 @@ def test_compare_prints_forms_and_changes(history: History) -> None:
     assert "no runs of '77'" in invoke(history, "compare", "1", "77").output
 
 
+def test_a_run_is_not_compared_with_itself(history: History) -> None:
+    sessions(history, BEFORE, ("bbbbbbb", {"attnworks": 1.2, "sdpa": 3.0}))
+    asked = (("compare", "aaaaaaa", "since=2000-01-01"), ("regress", "--baseline", "1", "--candidate", "attnworks"))
+    for arguments in asked:
+        result = invoke(history, *arguments)
+        assert result.exit_code == 2 and "both selections have runs 1" in result.output, result.output
+
+
 def test_two_ids(history: History) -> None:
     first, second = Machine(history).session("c", attnworks=1.0, sdpa=1.2)
     records: dict[int, Record] = history.records()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attnworks.workbench import ceilings
 from attnworks.workbench.bench import Result
@@ -84,4 +85,20 @@ def test_one_section_for_real(bars: Any, monkeypatch: pytest.MonkeyPatch, capsys
     (row,) = found["rows"]
     assert code == (0 if row["passed"] else 1)
     assert row["section"] == "overhead"
-    assert "| B1 H1 N16 D64 | torch SDPA |" in path.read_text(encoding="utf-8")
+    page = path.read_text(encoding="utf-8")
+    assert "| B1 H1 N16 D64 | torch SDPA |" in page
+    assert "- called: torch SDPA: " in page and "F.scaled_dot_product_attention(q, k, v)" in page
+
+
+def test_tables_of_gpus_say_how_each_was_called(bars: Any, capsys: Any) -> None:
+    gpu, hopper = importlib.import_module("gpu"), importlib.import_module("hopper")
+    q = torch.zeros(1, 1, 8, 8)
+    assert set(gpu.forwards(q, q, q, False)) <= set(gpu.CALLS), "with everybody that is timed"
+    assert set(hopper.PEERS) <= set(hopper.CALLS)
+    times = {"attnworks": [1.0] * 12, "cuDNN": [2.0] * 12}
+    for script, backend in ((gpu, "triton"), (hopper, "cuda")):
+        rows = list(script.rows_of("Forward", "D=8", times, {"cuDNN": 1.0}, 1e9))
+        script.show({"all": lambda rows=rows: iter(rows)}, ["all"], as_json=False, path=None, title="", introduction="")
+        said = capsys.readouterr().out
+        assert f'called: attnworks: attention(q, k, v, mask=..., backend="{backend}")' in said
+        assert "called: cuDNN: F.scaled_dot_product_attention(" in said and "CUDNN_ATTENTION" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,18 @@ def masked():
     return p, tiled(papers.FORWARD), {"maps": maps_of(p, split_mask(blocks)[1])}
 
 
+def cut():
+    """Four tiles of the last head are whole, eight are cut into one, two or three parts."""
+    p = describe(
+        form="dense", batch=1, heads_q=2, heads_kv=1, seq_q=96, seq_kv=320, head_dim=64, head_dim_v=32,
+        dtype=torch.float16,
+    )  # fmt: skip
+    edges = ((), (3,), (1, 6), (9,), (2, 4), (5,), (), (7, 8))
+    body = replace(papers.Q_OUTER.passes[0], cuts=edges, parts=("part",))
+    merge = loops.Pass("merge", outer="q", keeps=("part",), leaves=("out", "lse"), cuts=edges)
+    return p, [replace(papers.Q_OUTER, passes=(body, merge), tile_q=8, tile_kv=32)], {}
+
+
 def steps_of(p, asked, lengths=None, maps=None):
     """Of what the page shows of a problem."""
     if p.form == "decode":
@@ -176,7 +189,27 @@ def test_packed_sequences_never_meet():
                 assert all(low <= start < stop <= high for start, stop, _ in spans)
 
 
-@pytest.mark.parametrize("posed", [decode, packed, masked])
+def test_parts_of_cut_tiles_come_in_rounds_and_are_merged_tile_by_tile():
+    p, asked, _ = cut()
+    told = flow.story(p, asked)["schedules"][0]
+    forward, merge = told["passes"]
+    assert (forward["whole"], merge["whole"], len(forward["shares"])) == (4, 4, 3)
+    assert [share[6] for share in forward["shares"]] == [[0, 1], [1, 6], [6, 10]]
+    assert [share[3] for share in forward["shares"]] == [[0, 10], [10, 10], [10, 10]], "a whole one"
+    part = next(array for array in told["arrays"] if array["name"] == "part")
+    assert part["shares"] == 3 and part["made"]
+    ends = [(number, q, share) for number, kind, q, _, _, share in expanded(told) if kind == 2]
+    assert ends[:12] == [(0, row, 0) for row in range(12)]
+    assert ends[12:18] == [(0, row, 1) for row in (5, 6, 7, 8, 9, 11)] and ends[18:21] == [
+        (0, n, 2) for n in (6, 8, 11)
+    ]
+    assert ends[21:] == [(1, row, len(own)) for row, own in zip(range(4, 12), asked[0].passes[0].cuts, strict=True)]
+    assert "the last head" in flow.story(p, asked)["stepped"]
+    heads = [flow.totals(loops.walk(p, asked[0], head=head, first_of_group=head == 0)) for head in range(2)]
+    assert told["all_bytes"] == sum(sum(one.values()) for one in heads) and heads[1] == Counter(told["head_bytes"])
+
+
+@pytest.mark.parametrize("posed", [decode, packed, masked, cut])
 def test_the_example_sees_what_its_row_sees(posed):
     p, asked, given = posed()
     told = flow.story(p, asked[-1:], **given)["schedules"][0]
@@ -302,7 +335,7 @@ def test_it_steps_by_click_and_key_and_counts_as_the_model_does(browser, tmp_pat
     assert said == []
 
 
-@pytest.mark.parametrize("posed", [decode, packed, masked])
+@pytest.mark.parametrize("posed", [decode, packed, masked, cut])
 def test_every_form_counts_as_the_model_does(browser, tmp_path, posed):
     p, asked, given = posed()
     told, walked = flow.story(p, asked, **given), steps_of(p, asked, **given)
@@ -318,7 +351,7 @@ def test_every_form_counts_as_the_model_does(browser, tmp_path, posed):
     assert said == []
 
 
-@pytest.mark.parametrize("posed", [None, decode, packed, masked])
+@pytest.mark.parametrize("posed", [None, decode, packed, masked, cut])
 def test_every_step_of_a_small_problem_is_drawn_without_an_error(browser, tmp_path, posed):
     p, asked, given = posed() if posed else (problem(100, 70, mask=Window(30, 0)), tiled(papers.FORWARD), {})
     file = tmp_path / "flow.html"
@@ -329,4 +362,22 @@ def test_every_step_of_a_small_problem_is_drawn_without_an_error(browser, tmp_pa
         return found; }""")
     assert len(set(drawn)) == len(drawn), "every step looks different"
     assert not any("NaN" in one or "undefined" in one for one in drawn)
+    assert said == []
+
+
+def test_results_of_cut_tiles_are_there_when_they_are_merged(browser, tmp_path):
+    p, asked, _ = cut()
+    file = tmp_path / "flow.html"
+    file.write_text(flow.render(flow.story(p, asked)), encoding="utf-8")
+    page, said = opened(browser, file)
+    steps = list(loops.walk(p, asked[0]))
+    forward = max(n for n, step in enumerate(steps) if step.number == 0)
+    wholes = next(n for n, step in enumerate(steps) if step.kind == "end" and step.q_tile == 3)
+
+    def there(name, step):
+        return page.evaluate(f"present(schedules[0], schedules[0].names.{name}, schedules[0].steps[{step}]).rows")
+
+    assert there("out", wholes) == there("out", forward) == pytest.approx(4 / 12), "whole tiles leave theirs at once"
+    assert there("part", forward) == there("part", len(steps) - 1) == 1 > there("part", wholes)
+    assert there("out", len(steps) - 1) == 1
     assert said == []

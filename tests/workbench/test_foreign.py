@@ -148,7 +148,7 @@ def a_few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_is_verified_before_it_is_timed(path: str) -> None:
     assert verify_first(Foreign(f"{path}:flash"), "cpu") == ""
     complaint = verify_first(Foreign(f"{path}:scaleless"), "cpu")
-    assert "verify --quick: hand" in complaint and "not benchmarked" in complaint
+    assert "verify --quick: hand" in complaint and "not benchmarked" in complaint and " more: " in complaint
 
 
 def test_a_kernel_that_runs_elsewhere_is_verified_there(path: str) -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from attnworks import traffic
 from attnworks.backends import reference
 from attnworks.plan import Plan
-from attnworks.workbench import generations
+from attnworks.workbench import generations, schedules
 from attnworks.workbench.cli import main
 from attnworks.workbench.generations import AtLength, Measured
 from attnworks.workbench.providers import describe
@@ -76,13 +76,13 @@ def test_modelled_bytes_are_the_papers_where_the_state_is_of_the_inputs_dtype():
     bill = traffic.estimate(problem, "kv_outer", plan.tile_q, plan.tile_kv)
     rows = 2 * 128
     # Its m and l count as output of the paper's; ours are read once more with O, and an LSE is written.
-    assert generations.modelled_bytes(problem, plan) - bill.total_bytes == rows * (2 * (64 + 8) + 64 + 4 - (64 + 8))
+    assert schedules.modelled_bytes(problem, plan, 1) - bill.total_bytes == rows * (2 * (64 + 8) + 64 + 4 - (64 + 8))
     half = replace(problem, dtype=torch.float16)
     narrow = traffic.estimate(half, "kv_outer", plan.tile_q, plan.tile_kv)
     visits = rows * 2  # two KV tiles
     assert narrow.state == 2 * visits * (32 + 8)
     extra = 2 * visits * 32 + rows * (2 * (64 + 8) + 32 + 4 - (32 + 8))
-    assert generations.modelled_bytes(half, plan) == narrow.total_bytes + extra
+    assert schedules.modelled_bytes(half, plan, 1) == narrow.total_bytes + extra
 
 
 def test_measured_on_the_cpu():

@@ -13,7 +13,7 @@ import torch
 from attnworks import hardware, masks
 from attnworks.masks import Causal
 from attnworks.plan import Plan
-from attnworks.workbench import levels, loops, papers, schedules
+from attnworks.workbench import counting, levels, loops, papers, schedules
 from attnworks.workbench.grid import grid_of, maps_of, packed
 from attnworks.workbench.providers import describe
 
@@ -67,7 +67,7 @@ def asked(name):
 def test_a_grid_shows_what_the_mask_does(name):
     p, maps = asked(name)
     visible = dense(name)
-    heads = loops._heads(p, papers.Q_OUTER.with_tiles(TILE_Q, TILE_KV), papers.Q_OUTER.passes[0], maps)
+    heads = loops.heads_of(p, papers.Q_OUTER.with_tiles(TILE_Q, TILE_KV), papers.Q_OUTER.passes[0], maps)
     told_apart = len(heads.of_q)
     for number, (grid, times) in enumerate(heads.of_q):
         assert times * told_apart == 2 * 4
@@ -85,7 +85,7 @@ def test_a_grid_shows_what_the_mask_does(name):
 
 def moved(p, schedule, maps):
     found = {}
-    for one in loops.count(p, schedule, maps):
+    for one in counting.count(p, schedule, maps):
         found[one.array] = found.get(one.array, 0) + one.loaded + one.stored
     return found
 
@@ -107,7 +107,7 @@ def test_bytes_of_the_forwards_are_those_of_loops_over_pairs(name):
     assert found.get("k", 0) == 2 * D * sum(size(keys) for *_, keys in met)
     assert found["out"] == 2 * D_V * 2 * 4 * 70
     flops = 2 * (D + D_V) * sum(size(rows) * size(keys) for *_, rows, keys in met)
-    assert loops.executed_flops(p, papers.Q_OUTER.with_tiles(TILE_Q, TILE_KV), maps) == flops
+    assert counting.executed_flops(p, papers.Q_OUTER.with_tiles(TILE_Q, TILE_KV), maps) == flops
     first = moved(p, papers.KV_OUTER.with_tiles(TILE_Q, TILE_KV), maps)
     outer = {(b, h, keys.start): size(keys) for b, h, _, keys in met}
     assert first.get("v", 0) == 2 * D_V * sum(outer.values())

@@ -66,6 +66,16 @@ def test_the_same_record_is_kept_once_however_it_comes(tmp_path: Path) -> None:
     assert len(kept.records()) == 2
 
 
+def test_a_record_is_amended_in_its_place(tmp_path: Path) -> None:
+    kept = History(tmp_path / "history.db")
+    kept.add([numbered(1), numbered(2)])
+    counted = replace(numbered(1), profile={"cycles": 1}, notes=("counted",))
+    kept.amend([(numbered(1), counted), (numbered(3), numbered(4))])
+    assert kept.records() == {1: counted, 2: numbered(2), 3: numbered(4)}
+    kept.amend([(counted, counted)])
+    assert kept.add([counted]) == [1] and len(kept.records()) == 3
+
+
 def test_filters(tmp_path: Path) -> None:
     kept = History(tmp_path / "history.db")
     tiles = {"backend": "triton", "schedule": "tiled", "tile_q": 128}

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from attnworks import hardware
 from attnworks.masks import Causal, Window
 from attnworks.plan import Plan
-from attnworks.workbench import levels, loops, papers, profile, schedules
+from attnworks.workbench import counting, levels, loops, papers, profile, schedules
 from attnworks.workbench.cli import main
 from attnworks.workbench.levels import Measured, compared, measured_from
 from attnworks.workbench.providers import describe
@@ -49,7 +49,7 @@ def test_what_programs_move_bounds_what_the_slow_memory_sees(mask):
         endless = levels.levels(p, schedule, replace(H200, shared_cache_bytes=2**50))
         assert endless.read <= found.read <= without.read, schedule.name
         assert endless.written <= found.written <= without.written, schedule.name
-        assert found.cache == without.cache == sum(one.loaded + one.stored for one in loops.count(p, schedule))
+        assert found.cache == without.cache == sum(one.loaded + one.stored for one in counting.count(p, schedule))
         assert without.read + without.written <= without.cache
 
 
@@ -71,7 +71,7 @@ def test_no_cache_is_the_bill_of_the_papers():
     p = problem(mask=Causal())
     for name in ("kv_outer", "q_outer"):
         found = levels.levels(p, papers.FORWARD[name], replace(H200, shared_cache_bytes=None, units=1, kind="cpu"))
-        assert found.cache == sum(moved.loaded + moved.stored for moved in loops.count(p, papers.FORWARD[name]))
+        assert found.cache == sum(moved.loaded + moved.stored for moved in counting.count(p, papers.FORWARD[name]))
     # One program at a time shares with nobody.
     assert found.read + found.written == found.cache
 
@@ -194,6 +194,33 @@ def test_the_hopper_kernel_takes_heads_in_its_own_sections():
     assert levels.levels(narrow, schedules.named("cuda", narrow, H200), H200).read == pytest.approx(
         255 * 2**20, rel=0.03
     )
+
+
+def test_a_shared_last_wave_writes_its_parts_once_and_finds_them_in_the_cache():
+    """Of 2,048 tiles 68 are cut, in 196 parts or one less for each cut that falls on an edge."""
+    p = problem(8192, heads_q=16, heads_kv=16)
+    plan = schedules.plan_on(p, "cuda", H200)
+    assert plan.schedule == "stream_k"
+    schedule = schedules.of_plan(p, plan, H200.units)
+    parts = sum(len(cuts) + 1 for cuts in schedule.passes[0].cuts)
+    assert (len(schedule.passes[0].cuts), parts) == (68, 68 + 131 - 3)  # 132 and 68 stretches meet at three edges
+    found = levels.levels(p, schedule, H200)
+    whole = levels.levels(p, schedules.of_plan(p, replace(plan, schedule="q_outer")), H200)
+    bytes_ = parts * 128 * (128 + 1) * 4
+    assert found.written - whole.written == bytes_
+    left, merged = (row for row in found.rows if row.array == "part")
+    assert (left.read, left.written, left.cache) == (0, bytes_, bytes_)
+    assert (merged.written, merged.cache) == (0, bytes_) and merged.read < 1e-3 * bytes_
+    assert found.read - whole.read < 2**20, "K and V are read as before"
+    assert whole.idle > 0.03 > 0.001 > found.idle
+    without = levels.levels(p, schedule, replace(H200, shared_cache_bytes=2**20))
+    assert [row.read for row in without.rows if row.array == "part"] == [0, bytes_]
+    wide = problem(16384, heads_q=8, heads_kv=8, batch=1, head_dim=256)  # 100 tiles, in parts of 29 MiB beside K and V
+    some = levels.levels(wide, schedules.named("cuda", wide, H200), H200)
+    _, merged = (row for row in some.rows if row.array == "part")
+    assert 0.01 < merged.read / merged.cache < 0.2
+    q = [row for row in some.rows if row.array == "q"]
+    assert sum(row.read for row in q) == 8 * 16384 * 256 * 2 < sum(row.cache for row in q), "parts share it"
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

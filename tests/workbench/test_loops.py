@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from attnworks import hardware, traffic
+from attnworks.backends.cuda import plans, split
 from attnworks.masks import Causal, Window
 from attnworks.plan import Plan
-from attnworks.workbench import loops, papers, schedules
-from attnworks.workbench.loops import Array, Pass, Schedule, count, grid_of, walk
+from attnworks.workbench import counting, papers, schedules
+from attnworks.workbench.counting import count
+from attnworks.workbench.loops import Array, Pass, Schedule, grid_of, walk
 from attnworks.workbench.providers import describe
 
 MASKS = [None, Causal(), Causal("top-left"), Window(5, 0), Window(3, 7), Window(None, 2, "top-left"), Window(2, None)]
@@ -64,7 +66,7 @@ def test_the_bill_is_what_is_walked_and_counted(name):
         bill = traffic.estimate(p, name, tile_q, tile_kv)
         expected = +Counter({part: getattr(bill, part) for part in PARTS})
         assert walked(p, schedule) == counted(p, schedule) == expected, (p, tile_q, tile_kv)
-        assert loops.executed_flops(p, schedule) == bill.executed_flops
+        assert counting.executed_flops(p, schedule) == bill.executed_flops
 
 
 @pytest.mark.parametrize("name", traffic.SCHEDULES)
@@ -127,7 +129,7 @@ def test_standard_backward_moves_seven_matrices_and_no_input_twice():
 
 def test_recomputation_costs_a_fifth_product():
     p = problem(seq_q=64, seq_kv=64)
-    stored, again = (loops.executed_flops(p, one) for one in (papers.STANDARD_BACKWARD, papers.Q_OUTER_BACKWARD))
+    stored, again = (counting.executed_flops(p, one) for one in (papers.STANDARD_BACKWARD, papers.Q_OUTER_BACKWARD))
     assert again == p.flops(backward=True)
     assert again - stored == 2 * 2 * 6 * 64 * 64 * 8
 
@@ -187,12 +189,91 @@ def test_splits_write_partial_results_and_read_them():
     assert found["q"] == 4 * bill.q, "each of four programs reads Q"
 
 
+# One head of 4 tiles of rows on 3 units: the last tile's 5 tiles of keys are dealt out to them, cut before 1 and 3.
+CUT = Plan("cuda", "stream_k", 16, 16, warps=12, stages=2)
+
+
+def test_tiles_of_the_last_wave_are_cut_and_merged_by_hand():
+    p = problem(64, 80, heads_q=1, heads_kv=1, batch=1, return_lse=True)
+    schedule = schedules.of_plan(replace(p, seq_kv=240), CUT, 3)
+    assert [one.cuts for one in schedule.passes] == [((5, 10),)] * 2  # 15 tiles of keys: stretches of at least four
+    part = 16 * (4 + 1) * 4  # 16 rows of O and an LSE, in fp32
+    moved = {(one.number, one.array, bool(one.stored), one.distinct): one.loaded + one.stored for one in count(
+        replace(p, seq_kv=240), schedule)}  # fmt: skip
+    assert moved == {
+        (0, "q", False, 48 * 8 * 2): 48 * 8 * 2,
+        (0, "q", False, 16 * 8 * 2): 3 * 16 * 8 * 2,  # by each of three parts
+        (0, "k", False, 240 * 8 * 2): 4 * 240 * 8 * 2,
+        (0, "v", False, 240 * 4 * 2): 4 * 240 * 4 * 2,
+        (0, "out", True, 48 * 4 * 2): 48 * 4 * 2,
+        (0, "lse", True, 48 * 4): 48 * 4,
+        (0, "part", True, 3 * part): 3 * part,
+        (1, "part", False, 3 * part): 3 * part,
+        (1, "out", True, 16 * 4 * 2): 16 * 4 * 2,
+        (1, "lse", True, 16 * 4): 16 * 4,
+    }
+    assert schedules.modelled_bytes(replace(p, seq_kv=240), CUT, 3) == sum(moved.values())
+
+
+@pytest.mark.parametrize(("sizes", "units"), [((50, 200, 3, 2), 5), ((33, 500, 2, 1), 4), ((16, 400, 5, 3), 7)])
+def test_cut_tiles_count_what_is_walked_and_are_those_of_the_launch(sizes, units):
+    seq_q, seq_kv, heads, batch = sizes
+    p = problem(seq_q, seq_kv, heads_q=heads, heads_kv=1, batch=batch, return_lse=True)
+    schedule = schedules.of_plan(p, CUT, units)
+    total: Counter[str] = Counter()
+    for head in range(batch * heads):
+        for step in walk(p, schedule, head=head):
+            for move in step.moves:
+                total[move.part] += move.bytes
+    assert total == counted(p, schedule)
+    cut, cuts = split.stretches(p, CUT, units), schedule.passes[0].cuts
+    assert plans.tiles_of(p, CUT) - len(cuts) == cut.whole
+    assert [len(edges) + 1 for edges in cuts] == [cut.parts_of(tile) for tile in range(len(cuts))]
+
+
+def test_nothing_is_cut_where_the_last_wave_is_full_and_without_units_nothing_is_said():
+    p = problem(32, 240, heads_q=2, heads_kv=2, batch=1)
+    whole = schedules.of_plan(p, CUT, 4)
+    assert len(whole.passes) == 1 and counted(p, whole) == counted(
+        p, schedules.of_plan(p, replace(CUT, schedule="q_outer"))
+    )
+    with pytest.raises(ValueError, match="units: was 0"):
+        schedules.of_plan(p, CUT)
+
+
+@pytest.mark.parametrize("changes", [{"mask": Causal()}, {"form": "varlen", "total_q": 64, "total_kv": 64}])
+def test_cut_tiles_under_a_mask_are_not_described(changes):
+    body = replace(papers.Q_OUTER.passes[0], cuts=((1,),), parts=("part",))
+    own = Schedule("cut", (body,), tile_q=16, tile_kv=16)
+    assert count(problem(64, 64), own)
+    with pytest.raises(ValueError, match="no mask or packed sequence"):
+        count(problem(64, 64, **changes), own)
+
+
+def test_cuts_are_for_their_own_tiles():
+    body = replace(papers.Q_OUTER.passes[0], cuts=((1, 3),), parts=("part",))
+    own = Schedule("cut", (body,), tile_q=16, tile_kv=16)
+    assert count(problem(64, 64), own) == count(problem(64, 64), own.with_tiles(16, 0))
+    for tiles in ((32, 0), (0, 32)):
+        with pytest.raises(ValueError, match=r"must be \(16, 16\), for which 'cut' says where to cut"):
+            own.with_tiles(*tiles)
+    wrong = {
+        ((4,),): r"held \(4,\), must be rising numbers of tiles of keys in 1..3",
+        ((2, 1),): "rising",
+        ((0,),): "rising",
+        ((),) * 49: "of 49 tiles of queries, must be of at most 48",
+    }
+    for cuts, words in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            count(problem(64, 64), replace(own, passes=(replace(body, cuts=cuts),)))
+
+
 def test_a_plan_that_visits_all_tiles_moves_and_computes_as_without_a_mask():
     plan = Plan("triton", "q_outer", 16, 16, visit_all=True)
     p, free = problem(64, 64, mask=Causal()), problem(64, 64)
     schedule = schedules.of_plan(p, plan)
     assert walked(p, schedule) == counted(p, schedule) == counted(free, schedules.of_plan(free, plan))
-    assert loops.executed_flops(p, schedule) == free.flops()
+    assert counting.executed_flops(p, schedule) == free.flops()
 
 
 def test_a_group_as_rows_of_one_tile_reads_its_keys_once():
@@ -229,6 +310,11 @@ def test_a_backend_is_not_shown_where_it_does_not_run(backend, machine):
         schedules.plan_on(problem(), backend, hardware.load(machine))
 
 
+def test_nor_is_the_hopper_kernel_in_a_dtype_that_it_refuses():
+    with pytest.raises(ValueError, match="'cuda' runs bfloat16 and float16, not float32"):
+        schedules.plan_on(problem(dtype=torch.float32), "cuda", hardware.load("h200-sxm"))
+
+
 # ---- a schedule of one's own -----------------------------------------------------------------------------------------
 
 OWN = """
@@ -258,6 +344,8 @@ def test_a_schedule_of_ones_own_is_read_from_a_file(tmp_path):
         (lambda: Pass("x", outer="q", inner="q"), "outer, inner"),
         (lambda: Pass("x", outer="q", streams=("k",)), "inner"),
         (lambda: Pass("x", outer="kv", inner="q", splits=True), "splits"),
+        (lambda: Pass("x", outer="kv", inner="q", cuts=((1,),)), "cuts"),
+        (lambda: Pass("x", outer="q", inner="kv", parts=("part",)), "parts"),
         (lambda: Schedule("x", (Pass("x", outer="q", keeps=("z",)),)), "'z' is no matrix"),
         (lambda: Schedule("x", (), tile_q=0), "tile_q"),
     ],
@@ -272,7 +360,9 @@ def test_the_examples_are_what_they_say():
     p = problem(300, 290, mask=Causal())
     assert counted(p, forward) == counted(p, papers.Q_OUTER.with_tiles(256, 128))
     assert walked(p, backward) == counted(p, backward)
-    assert loops.executed_flops(p, backward) > loops.executed_flops(p, papers.Q_OUTER_BACKWARD.with_tiles(64, 128))
+    assert counting.executed_flops(p, backward) > counting.executed_flops(
+        p, papers.Q_OUTER_BACKWARD.with_tiles(64, 128)
+    )
 
 
 def test_arrays_of_ones_own_are_counted():

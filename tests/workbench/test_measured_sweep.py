@@ -214,6 +214,24 @@ def test_the_command_measures_writes_and_is_not_harmed_by_a_kill(tmp_path, monke
     assert bool(found["row"]) == (tmp_path / tuned.file_name(detect())).exists()
 
 
+@pytest.mark.usefixtures("scripted")
+def test_the_command_says_what_became_of_the_file(tmp_path):
+    asked = ["sweep", "--heads", "2", "--seq", "64", "--head-dim", "16", "--into", str(tmp_path)]
+    file = tmp_path / tuned.file_name(detect())
+
+    def told(db, *tiles):
+        ran = CliRunner().invoke(
+            main, [*asked, "--tile-q", tiles[0], "--tile-kv", tiles[1], "--db", str(tmp_path / db)]
+        )
+        assert ran.exit_code == 0, ran.output
+        return " ".join(ran.output.split())
+
+    assert file.name not in told("a.db", "32", "16,32") and not file.exists(), "nothing to say of"
+    assert f"{file.name} has it" in told("b.db", "32,64", "16,64") and file.exists()
+    assert "its row has gone" in told("c.db", "32", "16,32")
+    assert "its row has gone" not in told("c.db", "32", "16,32"), "only once"
+
+
 def test_options_that_do_not_go_together_are_refused():
     for arguments, told in (
         (["--device", "cpu", "--stages", "2"], "--stages: was given, but only kernels of GPUs"),

@@ -101,8 +101,19 @@ def test_sweeps_commits_and_doubts_are_said():
     older = [replace(one, session="older", when="2025-01-01T00:00:00+00:00") for one in STUDY]
     assert len(findings.studies([*STUDY, *older])) == 1 and findings.studies([*older, *STUDY])[0][0].session == "study"
     assert "N 512), relative times: a 1.00, b 0.50; errors up to 1e-06." in findings.findings(STUDY)[0]
-    assert "not beaten" in " ".join(findings.findings([swept(128, 1.0), swept(64, 1.5)]))
-    assert "undecided between" in " ".join(findings.findings([swept(128, 1.0), swept(64, 0.999)]))
+    slower, close = (
+        [swept(128, 1.0, final=final), swept(64, s, final=final)] for s, final in ((1.6, True), (1.0, False))
+    )
+    assert (
+        "N 512): the backend's choice, 64 x 128, was not beaten; next comes 64 x 64, 0.62"
+        in findings.findings(slower)[0]
+    )
+    assert "N 512; without a final yet): undecided between 64 x 64 and 64 x 128." in findings.findings(close)[0]
+    others = [replace(one, plan=one.plan | {"warps": 8}, provider=f"{one.provider}, 8 warps") for one in slower[1:]]
+    assert sum(line.startswith("Tiles") for line in findings.findings([*slower, *others])) == 1, (
+        "of all warps and stages"
+    )
+    assert "<td>its choice" in re.sub(r'<td class="n">', "<td>", rendered(SWEPT))
 
 
 def test_the_page_is_alone_and_every_plot_is_svg():
@@ -127,13 +138,26 @@ def test_the_numbers_lie_beside_the_plots_and_can_be_taken_away():
     rows = json.loads(base64.b64decode(held[1]))
     assert len(rows) == 6 and rows[0]["N"] == "512"
     losing = next(row for row in rows if row["kernel"] == "torch SDPA" and row["N"] == "1024")
-    assert losing["times as fast"] == "0.75 (0.75 to 0.75)"
+    assert losing["times as fast"] == "0.75 (0.75 to 0.75)" and losing["call"] == RECORD.form
+    assert page.count(f"<li>torch SDPA: {RECORD.form}</li>") == 1 and f"<td>{RECORD.form}" not in page
 
 
 def test_only_what_there_is_has_a_section():
     page = rendered(SWEPT)
     assert 'id="sweeps"' in page
     assert not any(f'id="{name}"' in page for name in ("lengths", "roofline", "history", "study", "flow"))
+
+
+def test_notes_that_differ_in_numbers_and_steps_of_studies_are_told_together():
+    said = ("others used 1.5 cores meanwhile", "others used 12 cores meanwhile", "a flush of 3 did nothing")
+    noted = [replace(BENCHED[n], notes=(note,)) for n, note in enumerate(said)]
+    steps = [replace(one, plan=Plan("cpu", "tiled", 64, n).to_json()) for n, one in enumerate(STUDY)]
+    page = rendered([*noted, *steps])
+    assert "<li>others used 12 cores meanwhile (and 1 more like it)</li>" in page
+    assert "<li>a flush of 3 did nothing</li>" in page and "1.5 cores" not in page
+    held = re.search(r'download="errors.json" href="data:application/json;base64,([^"]*)"', page)
+    rows = {row["kernel"]: row["runs"] for row in json.loads(base64.b64decode(held[1]))}
+    assert rows == {"attnworks": "1", "torch SDPA": "1", "standard attention": "1", "steps of case studies": "2"}
 
 
 def test_a_flow_page_is_shown_in_a_frame(tmp_path):

@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 
-from attnworks import traffic
+from attnworks.hardware import detect
 from attnworks.problem import Problem
 from attnworks.workbench import ceilings, environment, sampling, statistics
 from attnworks.workbench.entrants import Entrant, check_after, enter, input_sets
 from attnworks.workbench.meters import Meter, Progress, Timed, meter_for
 from attnworks.workbench.providers import Provider
 from attnworks.workbench.records import Record
+from attnworks.workbench.schedules import modelled_bytes
 
 STEADY = 0.05  # a warm-up ends when two runs in a row differ by less
 FEWEST_WARM_UPS = 3
@@ -226,7 +227,7 @@ def _records(
     notes: tuple[str, ...],
 ) -> list[Record]:
     session, when = uuid.uuid4().hex, datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    records = []
+    records, units = [], detect(problem.device).units
     for one in entrants:
         name, answered = one.provider.name, one.provider.answers(problem)
         plan = one.provider.plan(answered)
@@ -241,7 +242,7 @@ def _records(
             check=one.check.to_json(),
             flops=answered.flops(),
             minimum_bytes=answered.minimum_bytes(),
-            modelled_bytes=modelled_bytes(answered, plan),
+            modelled_bytes=modelled_bytes(answered, plan, units) if plan else None,
             peak_extra_bytes=one.extra_bytes,
             ceilings=timed.ceilings,
             conditions=conditions,
@@ -263,11 +264,3 @@ def _host_bound(record: Record) -> str:
         f"{record.provider} is host-bound: a call takes the host {record.host_median * 1e6:.0f} µs, the device "
         f"{record.median * 1e6:.0f} µs"
     )
-
-
-def modelled_bytes(problem: Problem, plan: Any) -> int | None:
-    """Bytes by the traffic model; None for a provider whose plan is not known."""
-    if plan is None:
-        return None
-    tile_kv = plan.split_kv if plan.schedule == "split_kv" else plan.tile_kv
-    return traffic.estimate(problem, plan.schedule, plan.tile_q, tile_kv).total_bytes

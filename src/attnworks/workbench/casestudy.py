@@ -6,6 +6,7 @@ the same steps are predicted from its facts (``porting.py``).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -181,6 +182,7 @@ def profile(problem: Problem) -> Profile:
     gpu = problem.device != "cpu"
     inputs = random_inputs(replace(problem, device="cpu"), torch.Generator().manual_seed(0))
     run = Standard().bind(problem, type(inputs)(*(x.to(problem.device) for x in inputs))).run
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # PyTorch's profiler else says on stderr that it begins and ends
     with torch.no_grad():
         run()
         activities = [torch.profiler.ProfilerActivity.CUDA if gpu else torch.profiler.ProfilerActivity.CPU]

@@ -117,7 +117,8 @@ def predicted(problem: Problem, record: Record) -> int | None:
     mask hides."""
     if record.plan is None or not all(isinstance(term, Bounds) for term in problem.mask):
         return None
-    found = levels.levels(problem, schedules.of_plan(problem, Plan(**record.plan)), detect(problem.device))
+    on = detect(problem.device)
+    found = levels.levels(problem, schedules.of_plan(problem, Plan(**record.plan), on.units), on)
     return found.read + found.written
 
 

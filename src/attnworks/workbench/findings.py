@@ -109,13 +109,18 @@ def newest_attempt(heats: Sequence[Record]) -> list[list[Record]]:
     return by_session(sorted(newest, key=lambda one: bool(one.conditions["final"])))
 
 
-def heat_maps(records: Sequence[Record]) -> list[HeatMap]:
-    """Of the newest attempt at each sweep, by warps and stages; finalists with their ratio of the final."""
-    sweeps: dict[str, list[Record]] = {}
+def sweeps(records: Sequence[Record]) -> list[list[list[Record]]]:
+    """The newest attempt at each sweep."""
+    found: dict[str, list[Record]] = {}
     for record in records:
         if record.conditions.get("sweep"):
-            sweeps.setdefault(str(record.conditions["sweep"]), []).append(record)
-    return [panel for heats in sweeps.values() for panel in _panels(newest_attempt(heats))]
+            found.setdefault(str(record.conditions["sweep"]), []).append(record)
+    return [newest_attempt(heats) for heats in found.values()]
+
+
+def heat_maps(records: Sequence[Record]) -> list[HeatMap]:
+    """Of the newest attempt at each sweep, by warps and stages; finalists with their ratio of the final."""
+    return [panel for heats in sweeps(records) for panel in _panels(heats)]
 
 
 def _panels(heats: Sequence[Sequence[Record]]) -> list[HeatMap]:
@@ -236,14 +241,18 @@ def _of_studies(records: Sequence[Record]) -> list[str]:
 
 def _of_sweeps(records: Sequence[Record]) -> list[str]:
     lines = []
-    for found in heat_maps(records):
-        best = max(found.cells.values(), key=lambda cell: (bool(cell.record.conditions["final"]), cell.ratio.value))
-        if best.plan == found.choice:
-            lines.append(f"Tiles ({found.title}): the backend's choice, {found.choice}, was not beaten.")
-        elif best.ratio.verdict == "faster":
-            lines.append(f"Tiles ({found.title}): {best.plan} is {best.ratio} times as fast as {found.choice}.")
-        else:
-            lines.append(f"Tiles ({found.title}): undecided between {best.plan} and {found.choice}.")
+    for heats in sweeps(records):
+        final, choice = bool(heats[-1][0].conditions["final"]), heats[0][0].provider
+        ratios = {one.provider: one.ratio_to(heat[0]) for heat in (heats[-1:] if final else heats) for one in heat[1:]}
+        if not ratios:
+            continue
+        best, ratio = max(ratios.items(), key=lambda found: found[1].value)
+        said = {
+            "faster": f"{best} is {ratio} times as fast as {choice}",
+            "slower": f"the backend's choice, {choice}, was not beaten; next comes {best}, {ratio} times as fast",
+            "undecided": f"undecided between {best} and {choice}",
+        }[ratio.verdict]
+        lines.append(f"Tiles ({problem_words(heats[0][0])}{'' if final else '; without a final yet'}): {said}.")
     return lines
 
 

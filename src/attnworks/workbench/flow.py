@@ -22,7 +22,7 @@ from attnworks.masks import Bounds
 from attnworks.problem import Problem
 from attnworks.tilemap import Sizes
 from attnworks.traffic import Lengths, default_lengths, visible_range
-from attnworks.workbench import loops, papers
+from attnworks.workbench import counting, loops, papers
 from attnworks.workbench.grid import Grid, Maps
 from attnworks.workbench.loops import Pass, Schedule, Step
 
@@ -95,7 +95,7 @@ def story(
 def _all_bytes(p: Problem, schedule: Schedule, lengths: Lengths, maps: Maps | None) -> int:
     total = 0
     for (seq_q, seq_kv), sequences in Counter(lengths).items():
-        moved = loops.count(replace(p, batch=sequences, seq_q=seq_q, seq_kv=seq_kv), schedule, maps)
+        moved = counting.count(replace(p, batch=sequences, seq_q=seq_q, seq_kv=seq_kv), schedule, maps)
         total += sum(one.loaded + one.stored for one in moved)
     return total
 
@@ -146,6 +146,8 @@ def _stepped(p: Problem, asked: Sequence[Schedule], lengths: Lengths) -> str:
         where = " of the longest sequence" if len(set(lengths)) > 1 and not packed else ""
         shared = f" (what {p.group} query heads share is counted with this one)" if p.group > 1 else ""
         said.append(f"One query head of {heads}{where} is stepped through; the last column counts them all{shared}.")
+    if any(one.cuts for schedule in asked for one in schedule.passes):
+        said.append("It is the last head: of the last tiles of queries the keys are cut into parts.")
     if packed and len(lengths) > 1:
         said.append("The sequences lie one behind the other: tiles of different ones never meet.")
     if together and p.group > 1:
@@ -164,7 +166,12 @@ def _schedule(shown: _Shown, schedule: Schedule) -> dict[str, Any]:
     stored = {move.array for step in steps for move in step.moves if move.stored}
     sets: dict[tuple[Any, ...], int] = {}
     runs = _runs(schedule, steps, sets)
-    shares = {name: len(told["shares"]) for told in passes for name in told["leaves"] if schedule.known[name].temporary}
+    shares = {
+        name: len(told["shares"])
+        for told in passes
+        for name in (*told["leaves"], *told["parts"])
+        if schedule.known[name].temporary
+    }
     return {
         "name": schedule.name,
         "label": labels.get(schedule.name, schedule.name),
@@ -183,7 +190,7 @@ def _schedule(shown: _Shown, schedule: Schedule) -> dict[str, Any]:
 
 
 def _arrays_of(one: Pass) -> tuple[str, ...]:
-    return (*one.keeps, *one.once, *one.streams, *one.updates, *one.writes, *one.leaves)
+    return (*one.keeps, *one.once, *one.streams, *one.updates, *one.writes, *one.leaves, *one.parts)
 
 
 def _pass(shown: _Shown, schedule: Schedule, one: Pass, grids: list[dict[str, Any]]) -> dict[str, Any]:
@@ -193,7 +200,7 @@ def _pass(shown: _Shown, schedule: Schedule, one: Pass, grids: list[dict[str, An
     grid = _grid(walked, tile_q, tile_kv)
     if grid not in grids:
         grids.append(grid)
-    shares = [(0, len(walked.keys))] if shown.lengths else loops.shares_of(shown.p, schedule, one)
+    shares = _shares(shown, schedule, one, walked)
     sums = one.inner and "m" in one.registers and not schedule.backward
     begin, visit, end = one.says
     return {
@@ -202,12 +209,30 @@ def _pass(shown: _Shown, schedule: Schedule, one: Pass, grids: list[dict[str, An
         "inner": one.inner,
         "skips": one.skips,
         "grid": grids.index(grid),
-        "shares": [list(share) for share in shares],
-        "example": _example(shown, walked, tile_kv, shares) if sums else None,
+        "shares": shares,
+        "whole": sum(not parts for parts in loops.parts_of_head(shown.p, one, walked))
+        if one.cuts
+        else len(walked.rows),
+        "example": _example(shown, walked, shares) if sums else None,
         "registers": [_NAMES.get(name, name) for name in one.registers],
         "says": [begin or _plain(one, "begin"), visit or _plain(one, "visit"), end or _plain(one, "end")],
-        **{name: list(getattr(one, name)) for name in ("keeps", "once", "streams", "updates", "writes", "leaves")},
+        **{
+            name: list(getattr(one, name))
+            for name in ("keeps", "once", "streams", "updates", "writes", "leaves", "parts")
+        },
     }
+
+
+def _shares(shown: _Shown, schedule: Schedule, one: Pass, grid: Grid) -> list[Any]:
+    """[first, last) of the tiles of keys of each share, for each tile of queries where some of these are cut: the parts
+    of those that have fewer than others end with the keys."""
+    keys = len(grid.keys)
+    if not one.cuts:
+        found = [(0, keys)] if shown.lengths else loops.shares_of(shown.p, schedule, one)
+        return [list(share) for share in found]
+    rows = loops.parts_of_head(shown.p, one, grid)
+    most = max(1, *map(len, rows))
+    return [[list(((parts or ((0, keys),))[n : n + 1] or ((keys, keys),))[0]) for parts in rows] for n in range(most)]
 
 
 def _plain(one: Pass, kind: str) -> str:
@@ -232,9 +257,7 @@ def _grid(grid: Grid, tile_q: int, tile_kv: int) -> dict[str, Any]:
     }
 
 
-def _example(
-    shown: _Shown, grid: Grid, tile_kv: int, shares: Sequence[tuple[int, int]]
-) -> list[list[tuple[float | None, float]]] | None:
+def _example(shown: _Shown, grid: Grid, shares: list[Any]) -> list[list[tuple[float | None, float]]] | None:
     """For the first row of each tile of queries of random inputs: (m, l) after each tile of keys that the tile sees,
     begun anew in each share; m is None while the row saw no key. None where a mask is known to kernels alone."""
     visible = _first_rows(shown, grid)
@@ -247,7 +270,8 @@ def _example(
     found = []
     for row in range(len(grid.rows)):
         states: list[tuple[float | None, float]] = []
-        for low, high in shares:
+        for share in shares:
+            low, high = share[row] if isinstance(share[0], list) else share
             running_max, running_sum = -math.inf, 0.0
             for tile in grid.tiles_of(row, low, high):
                 part = scores[tile][row]

@@ -181,4 +181,9 @@ def _complaint(provider: Foreign, results: Sequence[Result]) -> str:
     if not failed:
         return ""
     named = ", ".join(dict.fromkeys(f"{result.case.name} ({result.check})" for result in failed[:_NAMES_SHOWN]))
-    return f"{provider.name}: failed {len(failed)} checks of verify --quick: {named}: not benchmarked"
+    others = len(failed) - _NAMES_SHOWN
+    more = f" and {others} more" if others > 0 else ""
+    return (
+        f"{provider.name}: failed {len(failed)} checks of verify --quick: {named}{more}: not benchmarked "
+        f"(attnworks diagnose {provider.name} says what is probably wrong)"
+    )

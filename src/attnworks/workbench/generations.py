@@ -21,7 +21,7 @@ from attnworks.backends import Launcher, reference
 from attnworks.hardware import detect
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
-from attnworks.workbench import loops, quick_check, schedules, statistics
+from attnworks.workbench import quick_check, schedules, statistics
 from attnworks.workbench.device_time import Clock
 from attnworks.workbench.memory import peak_extra
 from attnworks.workbench.providers import Inputs, random_inputs
@@ -151,15 +151,6 @@ def plan_of(problem: Problem, schedule: str) -> Plan:
     return Plan("reference", schedule, tile, tile)
 
 
-def modelled_bytes(problem: Problem, plan: Plan) -> int:
-    """By the traffic model; FlashAttention-1's running O is counted in fp32, in which both backends keep it, with the
-    pass at the end that rounds it."""
-    if plan.schedule != "kv_outer":
-        return traffic.estimate(problem, plan.schedule, plan.tile_q, plan.tile_kv).total_bytes
-    moved = loops.count(problem, schedules.of_plan(replace(problem, return_lse=True), plan))
-    return sum(one.loaded + one.stored for one in moved)
-
-
 # ---- verified, prepared, timed ---------------------------------------------------------------------------------------
 
 
@@ -201,7 +192,7 @@ class _Row:
 
     def __init__(self, problem: Problem, schedule: str, operands: Operands) -> None:
         self.schedule, self.plan = schedule, plan_of(problem, schedule)
-        self.modelled = modelled_bytes(problem, self.plan)
+        self.modelled = schedules.modelled_bytes(problem, self.plan, units=1)
         launch = _launcher(problem, self.plan)
         self.run = lambda: launch(operands)
         self.seconds: list[float] = []

@@ -90,6 +90,15 @@ class History:
         with self._open() as db, _transaction(db):
             return [_insert(db, row) for row in rows]
 
+    def amend(self, changed: Iterable[tuple[Record, Record]]) -> None:
+        """Put what a run turned out to be in the place of what was kept of it before, as (before, now): all or none.
+        One that is not there is added."""
+        rows = [(_row(before)["digest"], _row(now)) for before, now in changed]
+        with self._open() as db, _transaction(db):
+            for before, row in rows:
+                if not _replace(db, before, row):
+                    _insert(db, row)
+
     def records(self, *, newest: int | None = None, **where: Any) -> dict[int, Record]:
         """Records by their ids, oldest first; the ``newest`` so many if that is given.
 
@@ -153,6 +162,12 @@ def _insert(db: sqlite3.Connection, row: dict[str, str]) -> int:
     db.execute(f"INSERT INTO records ({', '.join(row)}) VALUES ({places}) ON CONFLICT (digest) DO NOTHING", row)
     (id_,) = db.execute("SELECT id FROM records WHERE digest = :digest", row).fetchone()
     return int(id_)
+
+
+def _replace(db: sqlite3.Connection, digest: str, row: dict[str, str]) -> bool:
+    """Whether there was a record of that digest, which is ``row`` now."""
+    columns = ", ".join(f"{name} = :{name}" for name in row)
+    return db.execute(f"UPDATE records SET {columns} WHERE digest = :before", row | {"before": digest}).rowcount > 0
 
 
 def _query(where: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:

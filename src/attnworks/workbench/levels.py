@@ -1,7 +1,7 @@
 """Bytes by memory level: what a schedule's programs load and store, and how much of it reaches the slow memory.
 
-``loops.count`` says what crosses the edge of the chip. Between that and the slow memory stands a shared cache (a GPU's
-L2, a CPU's last level), and the model of it is this:
+``counting.count`` says what crosses the edge of the chip. Between that and the slow memory stands a shared cache (a
+GPU's L2, a CPU's last level), and the model of it is this:
 
 - A program works on one outer tile (or one head), and as many run at once as there are units, times the programs whose
   tiles fit a unit's on-chip memory. They are handed out head after head, or by sections of heads with the long tiles
@@ -14,7 +14,8 @@ L2, a CPU's last level), and the model of it is this:
   ``USABLE`` of the cache of what the heads in flight read again (the working set) is read anew each time.
 - A program that has a head to itself shares with nobody: what does not fit it reads anew in every turn.
 - What one pass leaves is found by the next if all that both touch fits; between passes of one program, if it fits for
-  the heads in flight. Before the first pass the cache is cold.
+  the heads in flight. Tiles that are cut ("stream-K") come last: of their parts' results so much is lost as by half of
+  what these tiles, and the pass that merges them, touch. Before the first pass the cache is cold.
 - Everything stored reaches the slow memory once, sooner or later; what is updated in place, once if it fits.
 """
 
@@ -26,14 +27,16 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attnworks.hardware import Hardware
 from attnworks.problem import Problem
 from attnworks.traffic import Lengths, default_lengths
-from attnworks.workbench import loops, reuse
+from attnworks.workbench import counting, reuse
+from attnworks.workbench.counting import Moved
 from attnworks.workbench.grid import Maps
-from attnworks.workbench.loops import Moved, Pass, Schedule
+from attnworks.workbench.loops import Pass, Schedule
 from attnworks.workbench.reuse import Turns
 
 # On NVIDIA's larger cards each half of the L2 serves half of the multiprocessors: what all read is in both. Of CPUs'
@@ -121,10 +124,9 @@ def levels(
             sums = rows.setdefault((row.kernel, row.array, row.why), [0, 0, 0])
             for place, size in enumerate((row.cache, row.read, row.written)):
                 sums[place] += size
-        for part, products in zip(schedule.passes, loops.flops_of_passes(one, schedule, maps), strict=True):
-            tiles, heads = loops.programs(one, schedule, part)
+        for part, products in zip(schedule.passes, counting.flops_of_passes(one, schedule, maps), strict=True):
             flops += products
-            stretched += products / (1 - _idle(tiles * heads, hardware))
+            stretched += products / (1 - _idle(one, schedule, part, hardware))
             held = max(held, _held(one, schedule, part))
     rate = hardware.flops_for(p.dtype)
     moved = sum(read + written for _, read, written in rows.values())
@@ -140,10 +142,19 @@ def levels(
     )
 
 
-def _idle(programs: int, hardware: Hardware) -> float:
-    """The share of the units' time that programs of equal length leave unused."""
+def _idle(p: Problem, schedule: Schedule, one: Pass, hardware: Hardware) -> float:
+    """The share of the units' time that programs of equal length leave unused. Tiles that are cut are dealt out to all
+    units as evenly as their tiles of keys allow."""
     units = max(hardware.units, 1)
-    return 1 - programs / (math.ceil(programs / units) * units) if programs else 0.0
+    tiles, heads = counting.programs(p, schedule, one)
+    programs = tiles * heads
+    if not programs:
+        return 0.0
+    if not (one.cuts and one.inner):
+        return 1 - programs / (math.ceil(programs / units) * units)
+    inner = max(math.ceil(p.seq_kv / (one.tile_kv or schedule.tile_kv)), 1)
+    longest = math.ceil((programs - len(one.cuts)) / units) * inner + math.ceil(len(one.cuts) * inner / units)
+    return 1 - programs * inner / (longest * units)
 
 
 def _held(p: Problem, schedule: Schedule, one: Pass) -> int:
@@ -160,7 +171,7 @@ def _held(p: Problem, schedule: Schedule, one: Pass) -> int:
 class _InFlight(NamedTuple):
     """Of a pass: programs in all and that run at once, heads (sequences times those that have tiles of their own) that
     these belong to, programs of a head, whether all of them walk over equally many tiles, heads of a section (0: none),
-    and the share of the keys that ``loops.keys_in_common`` has."""
+    and the share of the keys that ``counting.keys_in_common`` has."""
 
     programs: int
     at_once: int
@@ -172,7 +183,7 @@ class _InFlight(NamedTuple):
 
 
 def _in_flight(p: Problem, schedule: Schedule, one: Pass, hardware: Hardware, maps: Maps | None) -> _InFlight:
-    tiles, heads = loops.programs(p, schedule, one)
+    tiles, heads = counting.programs(p, schedule, one)
     resident = one.resident or 1
     if not one.resident and hardware.kind == "gpu" and hardware.on_chip_bytes:
         fit = hardware.on_chip_bytes // max(2 * _held(p, schedule, one), 1)  # a second tile is on its way
@@ -180,35 +191,48 @@ def _in_flight(p: Problem, schedule: Schedule, one: Pass, hardware: Hardware, ma
     at_once = min(max(tiles * heads, 1), max(hardware.units, 1) * resident)
     section = one.section(p) if one.section else 0
     at_a_time = min(section or math.ceil(at_once / max(tiles, 1)), max(heads, 1))
-    equal = loops.equal_walks(p, schedule, one, maps)
-    common = loops.keys_in_common(p, schedule, one, maps)
+    equal = counting.equal_walks(p, schedule, one, maps)
+    common = counting.keys_in_common(p, schedule, one, maps)
     return _InFlight(tiles * heads, at_once, at_a_time, tiles, equal, section, common)
 
 
 def _rows(p: Problem, schedule: Schedule, hardware: Hardware, maps: Maps | None) -> Iterator[Crossed]:
     capacity = USABLE * (hardware.shared_cache_bytes or 0)
-    moved = loops.count(p, schedule, maps)
+    moved = counting.count(p, schedule, maps)
     found: list[Crossed] = []
     left: dict[str, int] = {}  # what the passes before left in the cache: bytes by matrix
     for number, one in enumerate(schedule.passes):
         own = [part for part in moved if part.number == number]
         flight = _in_flight(p, schedule, one, hardware, maps)
-        touched = {part.array: part.distinct for part in own}
-        heads_of_pass = max(loops.programs(p, schedule, one)[1], 1)
+        touched: dict[str, int] = Counter()
+        for part in own:
+            touched[part.array] += part.distinct
+        last = _last_touched(p, schedule, number) if one.cuts else touched
+        heads_of_pass = max(counting.programs(p, schedule, one)[1], 1)
         share = flight.heads / heads_of_pass if one.fused else 1.0
         survives = share * sum((left | touched).values()) <= capacity
+        lost = 0.0 if survives else 1.0
+        if one.cuts and not one.inner:  # half of it came after what is looked for, on average
+            lost = float(reuse.lost(torch.tensor(sum((left | last).values()) / 2), capacity))
         kept = min(capacity / max(_working_set(p, one, own, flight), 1e-9), 1.0)
         missed = _missed(p, one, own, flight, capacity)
         for part in own:
             read, written, why = _through_cache(one, part, flight, kept, missed.get(part.array, 0.0))
-            if survives and part.array in left:
+            if lost < 1 and part.array in left:
                 if part.loaded:
-                    read, why = 0, "left by the pass before"
+                    read, why = round(part.loaded * lost), "left by the pass before"
                 if written:  # over what has not reached the slow memory yet
                     found = [row._replace(written=0) if row.array == part.array else row for row in found]
             found.append(Crossed(one.name, part.array, part.loaded + part.stored, read, written, why))
-        left = touched | left if survives else touched
+        left = last | left if survives else last
     yield from found
+
+
+def _last_touched(p: Problem, schedule: Schedule, number: int) -> dict[str, int]:
+    """What a pass touches last, bytes by matrix; of what one program alone reads or stores the ``USABLE`` share, as it
+    goes through one half of the cache."""
+    found = counting.last_touched(p, schedule, number)
+    return {name: size if schedule.known[name].axis == "kv" else round(USABLE * size) for name, size in found.items()}
 
 
 def _working_set(p: Problem, one: Pass, moved: list[Moved], flight: _InFlight) -> float:
@@ -231,8 +255,9 @@ def _again(part: Moved) -> bool:
 
 def _missed(p: Problem, one: Pass, moved: list[Moved], flight: _InFlight, capacity: float) -> dict[str, float]:
     """By matrix, how many times over it is read anew by later turns of programs."""
-    again = [part for part in moved if _again(part)]
-    passing = sum(part.loaded + part.stored for part in moved if not _again(part)) * flight.at_once / 2
+    # Several programs read the queries of a tile that is cut, but all in the same turn.
+    again = [part for part in moved if _again(part) and (part.part == "kv" or not one.cuts)]
+    passing = sum(part.loaded + part.stored for part in moved if part not in again) * flight.at_once / 2
     found = {}
     for part in again:
         if one.outer == "kv" and not flight.in_step:

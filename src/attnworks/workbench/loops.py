@@ -2,7 +2,7 @@
 
 A ``Schedule`` is a few ``Pass``es, each a loop over tiles of queries and one over tiles of keys, in either order. From
 the one description come the steps that ``attnworks flow`` draws (``walk``) and the bytes that ``attnworks traffic``
-counts by memory level (``count``). A schedule of your own takes a few lines:
+counts by memory level (``counting.py``). A schedule of your own takes a few lines:
 
     from attnworks.workbench.loops import Pass, Schedule
 
@@ -17,11 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Literal, NamedTuple, TypeAlias
 
-import torch
-from torch import Tensor
-
+from attnworks.masks import Bounds
 from attnworks.problem import Problem
 from attnworks.traffic import Lengths
 from attnworks.workbench.grid import Grid, Maps, grid_of, mapped, packed, together_seen
@@ -87,6 +86,10 @@ class Pass:
     ``skips``: tile pairs that the mask hides are not visited. ``shared``: keys that query heads share are kept, or
     left, once for all of them, whose tiles go by in turn. ``together``: the query heads of a group are rows of one
     tile. ``splits``: the keys are shared out in ``Schedule.split_kv``, an outer tile for each share.
+    ``cuts``: of the last tiles of queries, those of all heads and sequences in a row, for each the tiles of keys at
+    which its keys are cut (none: it is one part). Every part is an outer tile, which stores ``parts`` where a whole
+    tile stores ``leaves``. Without an inner loop the pass goes over these tiles alone, loads what it keeps of every
+    part, and stores ``leaves`` after the last.
     ``programs``: what runs in parallel, each outer "tile" or each "head". ``fused``: in the program of the pass before.
     ``products``: how many of width head_dim and head_dim_v each pair takes. ``tile_q``, ``tile_kv``: if not the
     schedule's. ``resident``: programs of a unit at a time, 0 for as many as their tiles leave room for. ``section``:
@@ -103,11 +106,13 @@ class Pass:
     updates: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     once: tuple[str, ...] = ()
     skips: bool = True
     shared: bool = False
     together: bool = False
     splits: bool = False
+    cuts: tuple[tuple[int, ...], ...] = ()
     programs: Literal["tile", "head"] = "tile"
     fused: bool = False
     products: tuple[int, int] = (0, 0)
@@ -126,6 +131,10 @@ class Pass:
             raise ValueError(f"Pass inner: was None, must be an axis for {inside + self.once} to be moved along")
         if self.splits and self.outer != "q":
             raise ValueError("Pass splits: was True, must be False where the outer tiles are of keys")
+        if self.cuts and (self.outer != "q" or self.splits or self.together):
+            raise ValueError("Pass cuts: must be () where outer tiles are of keys, and beside splits and together")
+        if self.parts and not (self.cuts and self.inner):
+            raise ValueError(f"Pass parts: was {self.parts}, must be () where no tile is cut")
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,7 @@ class Schedule:
             if getattr(self, name) < 1:
                 raise ValueError(f"Schedule {name}: was {getattr(self, name)}, must be >= 1")
         for one in self.passes:
-            for name in (*one.keeps, *one.streams, *one.updates, *one.writes, *one.leaves, *one.once):
+            for name in (*one.keeps, *one.streams, *one.updates, *one.writes, *one.leaves, *one.parts, *one.once):
                 if name not in self.known:
                     raise ValueError(f"Pass {one.name!r}: {name!r} is no matrix, must be one of {sorted(self.known)}")
 
@@ -154,7 +163,10 @@ class Schedule:
         return ARRAYS | {array.name: array for array in self.arrays}
 
     def with_tiles(self, tile_q: int = 0, tile_kv: int = 0) -> Schedule:
-        """The schedule with other tiles; 0 keeps its own."""
+        """The schedule with other tiles; 0 keeps its own. Raises ``ValueError`` where ``cuts`` are for these."""
+        own, asked = (self.tile_q, self.tile_kv), (tile_q or self.tile_q, tile_kv or self.tile_kv)
+        if asked != own and any(one.cuts for one in self.passes):
+            raise ValueError(f"tile_q, tile_kv: were {asked}, must be {own}, for which {self.name!r} says where to cut")
         return replace(self, tile_q=tile_q or self.tile_q, tile_kv=tile_kv or self.tile_kv)
 
 
@@ -169,6 +181,8 @@ def grid_of_pass(p: Problem, schedule: Schedule, one: Pass, lengths: Lengths | N
     """The grid of a head as closed bounds leave it: of one sequence, or of packed ones of these ``lengths``. Raises
     ``ValueError`` for keys that are shared out of packed sequences."""
     sizes = _tiles(schedule, one)
+    if one.cuts:
+        return _uncut_grid(p, schedule, one, lengths)
     if lengths is None:
         return grid_of(p, *sizes, together=one.together, all_tiles=not one.skips)
     if one.splits and schedule.split_kv:
@@ -176,7 +190,26 @@ def grid_of_pass(p: Problem, schedule: Schedule, one: Pass, lengths: Lengths | N
     return packed(p, lengths, *sizes, together=one.together, all_tiles=not one.skips)
 
 
-class _Heads(NamedTuple):
+def _uncut_grid(p: Problem, schedule: Schedule, one: Pass, lengths: Lengths | None) -> Grid:
+    """The grid of a pass that has ``cuts``. Raises ``ValueError`` where not all sequences and heads see all keys."""
+    grid = grid_of(p, *_tiles(schedule, one))
+    whole = bool((grid.visits == len(grid.keys)).all()) and all(isinstance(term, Bounds) for term in p.mask)
+    if lengths is not None or p.form == "varlen" or not whole:
+        raise ValueError(
+            f"schedule: {schedule.name!r} cuts tiles of queries, which no mask or packed sequence can have"
+        )
+    tiles, keys = p.batch * p.heads_q * len(grid.rows), range(1, len(grid.keys))
+    if len(one.cuts) > tiles:
+        raise ValueError(
+            f"Pass cuts: was of {len(one.cuts)} tiles of queries, must be of at most {tiles}, as there are"
+        )
+    for cut in one.cuts:
+        if list(cut) != sorted(set(cut).intersection(keys)):
+            raise ValueError(f"Pass cuts: held {cut}, must be rising numbers of tiles of keys in 1..{len(keys)}")
+    return grid
+
+
+class Heads(NamedTuple):
     """Grids, and how many heads of all sequences each stands for: query heads, or groups that are rows of one tile; and
     KV heads with what any of their query heads sees."""
 
@@ -184,23 +217,23 @@ class _Heads(NamedTuple):
     of_kv: list[tuple[Grid, int]]
 
 
-def _heads(p: Problem, schedule: Schedule, one: Pass, maps: Maps | None) -> _Heads:
+def heads_of(p: Problem, schedule: Schedule, one: Pass, maps: Maps | None) -> Heads:
     grid = grid_of_pass(p, schedule, one)
     if maps is None or one.together or not one.skips:  # of heads that are rows of one tile no backend has a map
         of_kv = [(grid, p.batch * p.heads_kv)]
-        return _Heads(of_kv if one.together else [(grid, p.batch * p.heads_q)], of_kv)
+        return Heads(of_kv if one.together else [(grid, p.batch * p.heads_q)], of_kv)
     found = maps.at(*_tiles(schedule, one))
     grids = {(b, h): each for b, h, each in mapped(grid, found)}
     times = p.batch // found.batch if found.batch else 0
     of_q = [(each, times * (p.heads_q // found.heads)) for each in grids.values()]
     if found.heads <= 1:
-        return _Heads(of_q, [(each, times * p.heads_kv) for each in grids.values()])
+        return Heads(of_q, [(each, times * p.heads_kv) for each in grids.values()])
     groups = [
         [grids[b, h] for h in range(first, first + p.group)]
         for b in range(found.batch)
         for first in range(0, p.heads_q, p.group)
     ]
-    return _Heads(of_q, [(together_seen(group), times) for group in groups])
+    return Heads(of_q, [(together_seen(group), times) for group in groups])
 
 
 def shares_of(p: Problem, schedule: Schedule, one: Pass) -> list[tuple[int, int]]:
@@ -209,6 +242,15 @@ def shares_of(p: Problem, schedule: Schedule, one: Pass) -> list[tuple[int, int]
     tiles = math.ceil(p.seq_kv / tile_kv)
     each = math.ceil(schedule.split_kv / tile_kv) if one.splits and schedule.split_kv else max(tiles, 1)
     return [(start, min(start + each, tiles)) for start in range(0, max(tiles, 1), each)]
+
+
+def parts_of_head(p: Problem, one: Pass, grid: Grid, head: int = -1) -> list[tuple[tuple[int, int], ...]]:
+    """Of a pass that has ``cuts``, for each tile of queries of a head (counted over all sequences): its parts, as tiles
+    of keys first .. last - 1; () for a tile that is whole."""
+    heads, tiles = p.batch * p.heads_q, len(grid.rows)
+    first = head % heads * tiles - (heads * tiles - len(one.cuts))
+    places = range(first, first + tiles)
+    return [tuple(pairwise((0, *one.cuts[place], len(grid.keys)))) if place >= 0 else () for place in places]
 
 
 # ---- step by step ----------------------------------------------------------------------------------------------------
@@ -242,26 +284,34 @@ def walk(
     first_of_group: bool = True,
     lengths: Lengths | None = None,
     maps: Maps | None = None,
+    head: int = -1,
 ) -> Iterator[Step]:
     """The steps of one query head of one sequence (of a KV head's group where its heads are rows of one tile), or of
     all packed sequences of these ``lengths``; with ``maps`` the first head of the first sequence.
 
     ``first_of_group``: what the heads of a group load or leave once for all of them is counted with the first.
+    ``head``: of all sequences, where they differ because some tiles are cut; by default the last.
     """
     for number, one in enumerate(schedule.passes):
         grid = walked_grid(p, schedule, one, lengths, maps)
         walker = _Walker(p, schedule, one, grid, first_of_group)
+        if one.cuts:
+            yield from (Step(number, *step) for step in walker.cut_steps(parts_of_head(p, one, grid, head)))
+            continue
         shares = [(0, len(grid.keys))] if lengths else shares_of(p, schedule, one)
         for share, (low, high) in enumerate(shares):
-            for kind, i, j, moves in walker.steps(low, high):
-                yield Step(number, kind, i, j, moves, share)
+            for outer in range(len(grid.rows) if one.outer == "q" else len(grid.keys)):
+                yield from (Step(number, *step, share) for step in walker.steps(outer, low, high))
 
 
 def walked_grid(p: Problem, schedule: Schedule, one: Pass, lengths: Lengths | None, maps: Maps | None) -> Grid:
     """The grid that ``walk`` goes over in a pass."""
     if lengths is not None:
         return grid_of_pass(p, schedule, one, lengths)
-    return _heads(p, schedule, one, maps).of_q[0][0]
+    return heads_of(p, schedule, one, maps).of_q[0][0]
+
+
+_Moves: TypeAlias = "tuple[Kind, int | None, int | None, tuple[Move, ...]]"
 
 
 class _Walker:
@@ -271,26 +321,44 @@ class _Walker:
         self.one, self.grid, self.first_of_group = one, grid, first_of_group
         self.arrays = [
             (where, schedule.known[name], schedule.known[name].row_bytes(p))
-            for where in ("once", "keeps", "streams", "updates", "writes", "leaves")
+            for where in ("once", "keeps", "streams", "updates", "writes", "leaves", "parts")
             for name in getattr(one, where)
         ]
         self.rows, self.keys = grid.rows.tolist(), grid.keys.tolist()
         self.whole = None if grid.whole is None else grid.whole.tolist()
         self.at_hand: set[tuple[str, int]] = set()  # of ``once``
 
-    def steps(self, low: int, high: int) -> Iterator[tuple[Kind, int | None, int | None, tuple[Move, ...]]]:
-        """Over the tiles of keys ``low`` .. ``high`` - 1, and all of the queries."""
+    def steps(self, outer: int, low: int, high: int, leaves: str = "leaves") -> Iterator[_Moves]:
+        """Of an outer tile, over the tiles of keys ``low`` .. ``high`` - 1 or all tiles of queries."""
         one = self.one
-        for outer in range(len(self.rows) if one.outer == "q" else len(self.keys)):
-            at = (outer, None) if one.outer == "q" else (None, outer)
-            met = self._met(outer, low, high)
-            keeps = ("keeps",) if met or one.inner is None or not one.skips else ()
-            yield "begin", *at, self._moves(keeps, *at, stored=False)
-            for inner in met:
-                pair = (outer, inner) if one.outer == "q" else (inner, outer)
-                loads = self._moves(("once", "streams", "updates"), *pair, stored=False)
-                yield "visit", *pair, loads + self._moves(("updates", "writes"), *pair, stored=True)
-            yield "end", *at, self._moves(("leaves",), *at, stored=True)
+        at = (outer, None) if one.outer == "q" else (None, outer)
+        met = self._met(outer, low, high)
+        keeps = ("keeps",) if met or one.inner is None or not one.skips else ()
+        yield "begin", *at, self._moves(keeps, *at, stored=False)
+        for inner in met:
+            pair = (outer, inner) if one.outer == "q" else (inner, outer)
+            loads = self._moves(("once", "streams", "updates"), *pair, stored=False)
+            yield "visit", *pair, loads + self._moves(("updates", "writes"), *pair, stored=True)
+        yield "end", *at, self._moves((leaves,), *at, stored=True)
+
+    def cut_steps(
+        self, parts: list[tuple[tuple[int, int], ...]]
+    ) -> Iterator[tuple[Kind, int | None, int | None, tuple[Move, ...], int]]:
+        """Of all tiles of queries, with the part's number: first what is whole and the first parts, then the second;
+        of a pass without an inner loop tile by tile."""
+        if self.one.inner is None:
+            for row, own in enumerate(parts):
+                for part in range(len(own)):
+                    yield "begin", row, None, self._moves(("keeps",), row, None, stored=False), part
+                if own:
+                    yield "end", row, None, self._moves(("leaves",), row, None, stored=True), len(own) - 1
+            return
+        for part in range(max(1, *map(len, parts))):
+            for row, own in enumerate(parts):
+                spans = own or ((0, len(self.keys)),)
+                for low, high in spans[part : part + 1]:
+                    for step in self.steps(row, low, high, "parts" if own else "leaves"):
+                        yield *step, part
 
     def _met(self, outer: int, low: int, high: int) -> Sequence[int]:
         if self.one.inner is None:
@@ -300,7 +368,7 @@ class _Walker:
     def _moves(self, wheres: tuple[str, ...], i: int | None, j: int | None, *, stored: bool) -> tuple[Move, ...]:
         found = []
         for where, array, row_bytes in self.arrays:
-            if where not in wheres or (not self.first_of_group and _by_kv_head(self.one, array, where)):
+            if where not in wheres or (not self.first_of_group and by_kv_head(self.one, array, where)):
                 continue
             if array.partial and self.whole and i is not None and j is not None and self.whole[i][j]:
                 continue
@@ -320,7 +388,7 @@ class _Walker:
         return int({"q": rows, "kv": keys, "pair": rows * keys}[array.axis])
 
 
-def _by_kv_head(one: Pass, array: Array, where: str) -> bool:
+def by_kv_head(one: Pass, array: Array, where: str) -> bool:
     """Whether the query heads of a group move it once for all of them."""
     return array.axis == "kv" and (where == "once" or (one.shared and where in ("keeps", "leaves")))
 
@@ -332,109 +400,3 @@ def part_of(array: Array, stored: bool, update: bool) -> str:
     if update or array.temporary:
         return "state"
     return "out" if stored else array.axis
-
-
-# ---- counted ---------------------------------------------------------------------------------------------------------
-
-
-class Moved(NamedTuple):
-    """Bytes of one matrix in one pass over all heads of ``batch`` equal sequences: ``loaded`` and ``stored`` across the
-    edge of the chip, with re-reads; ``distinct``: of different memory. ``part`` as in ``Move``."""
-
-    number: int  # of the pass
-    array: str
-    loaded: int
-    stored: int
-    distinct: int
-    part: str
-
-
-def count(p: Problem, schedule: Schedule, maps: Maps | None = None) -> list[Moved]:
-    """What ``walk`` moves over all heads and sequences, without walking."""
-    return [
-        moved
-        for number in range(len(schedule.passes))
-        for moved in _count_pass(p, schedule, number, maps)
-        if sum(moved[2:4])
-    ]
-
-
-def _count_pass(p: Problem, schedule: Schedule, number: int, maps: Maps | None) -> Iterator[Moved]:
-    one = schedule.passes[number]
-    heads, shares = _heads(p, schedule, one, maps), shares_of(p, schedule, one)
-    for where in ("keeps", "once", "streams", "updates", "writes", "leaves"):
-        for name in getattr(one, where):
-            array = schedule.known[name]
-            size, update = array.row_bytes(p), where == "updates"
-            moving = heads.of_kv if _by_kv_head(one, array, where) else heads.of_q
-            holding = heads.of_kv if array.axis == "kv" else heads.of_q
-            rows = [(*_rows_moved(grid, one, shares, array, where), n) for grid, n in moving]
-            across = sum(round(moved * size) * n for moved, _, n in rows)
-            if moving is not holding:
-                rows = [(*_rows_moved(grid, one, shares, array, where), n) for grid, n in holding]
-            different = sum(round(distinct * size) * n for _, distinct, n in rows)
-            stored = across if where in ("updates", "writes", "leaves") else 0
-            loaded = across if where not in ("writes", "leaves") else 0
-            yield Moved(number, name, loaded, stored, different, part_of(array, bool(stored), update))
-
-
-def _rows_moved(grid: Grid, one: Pass, shares: list[tuple[int, int]], array: Array, where: str) -> tuple[int, int]:
-    """(rows moved, different ones) of a head; of pairs, elements."""
-    if array.axis == "pair":
-        pairs = grid.partial_pairs if array.partial else grid.pairs
-        return pairs, pairs
-    by_q = array.axis == "q"
-    every, seen = (grid.rows, grid.visits > 0) if by_q else (grid.keys, grid.met)
-    if where in ("streams", "updates", "writes"):
-        moved = grid.visits * grid.rows if by_q else grid.visible_keys
-        return int(moved.sum()), int(every[seen].sum())
-    whole = where == "leaves" or (where == "keeps" and (one.inner is None or not one.skips))
-    distinct = int(every.sum() if whole else every[seen].sum())
-    if where == "once" or not by_q:
-        return distinct, distinct
-    if whole:
-        return distinct * len(shares), distinct * (len(shares) if array.temporary else 1)  # of each share its own
-    kept = sum(int(grid.rows[grid.meets(low, high)].sum()) for low, high in shares)
-    return (kept if one.outer == "q" else distinct), distinct
-
-
-def executed_flops(p: Problem, schedule: Schedule, maps: Maps | None = None) -> int:
-    """FLOPs of the matrix products of all visited tiles, over all heads and sequences."""
-    return sum(flops_of_passes(p, schedule, maps))
-
-
-def flops_of_passes(p: Problem, schedule: Schedule, maps: Maps | None = None) -> list[int]:
-    """``executed_flops`` of each pass."""
-    found = []
-    for one in schedule.passes:
-        wide = one.products[0] * p.head_dim + one.products[1] * p.head_dim_v
-        pairs = sum(grid.pairs * heads for grid, heads in _heads(p, schedule, one, maps).of_q) if wide else 0
-        found.append(2 * pairs * wide)
-    return found
-
-
-def programs(p: Problem, schedule: Schedule, one: Pass) -> tuple[int, int]:
-    """(outer tiles of a head, heads of all sequences that have tiles of their own)."""
-    grid = grid_of_pass(p, schedule, one)
-    tiles = len(grid.rows) * len(shares_of(p, schedule, one)) if one.outer == "q" else len(grid.keys)
-    heads = p.heads_kv if one.together or one.shared else p.heads_q
-    return (1 if one.programs == "head" else tiles), p.batch * heads
-
-
-def equal_walks(p: Problem, schedule: Schedule, one: Pass, maps: Maps | None = None) -> bool:
-    """Whether the outer tiles of a pass meet equally many inner tiles each."""
-    visits = [grid.visits for grid, _ in _heads(p, schedule, one, maps).of_q]
-    if one.outer == "q":
-        return all(bool((each == visits[0][:1]).all()) for each in visits)
-    keys = len(grid_of_pass(p, schedule, one).keys)
-    return all(bool((each == keys).all()) for each in visits)
-
-
-def keys_in_common(p: Problem, schedule: Schedule, one: Pass, maps: Maps | None = None) -> Tensor:
-    """For each place between two tiles of queries of a head: the share of the keys that are seen at all which are seen
-    both before and behind it; the mean over heads. Of passes over tiles of keys all of them."""
-    heads = _heads(p, schedule, one, maps).of_q
-    if one.outer == "kv":
-        return torch.ones(len(heads[0][0].keys) + 1, dtype=torch.float64)
-    shares = [grid.common.double() / max(int(grid.keys[grid.met].sum()), 1) * count for grid, count in heads]
-    return torch.stack(shares).sum(0) / max(sum(count for _, count in heads), 1)

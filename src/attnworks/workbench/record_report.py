@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from attnworks.workbench import page, record_plots, statistics
 from attnworks.workbench.findings import (
@@ -37,11 +37,12 @@ LARGEST_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class Table:
-    """Cells in words; columns from ``numbers_from`` on are numbers."""
+    """Cells in words; columns from ``numbers_from`` on are numbers. Those from ``shown`` on are in the data alone."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numbers_from: int = 1
+    shown: int | None = None
 
     @property
     def download(self) -> str:
@@ -97,7 +98,7 @@ def render(records: Sequence[Record], *, title: str, when: str, flow: str = "") 
 
 def kernel_names(records: Iterable[Record]) -> list[str]:
     """Labels of all competitors, attnworks' own first, each with its colour on every plot."""
-    found = dict.fromkeys(label(record.provider) for record in records if not sweep_of(record))
+    found = dict.fromkeys(name for record in records if (name := label(record.provider)) == group_of(record))
     return sorted(found, key=lambda name: not name.startswith("attnworks"))
 
 
@@ -105,9 +106,11 @@ def machine_of(record: Record) -> str:
     return str(record.machine.get("name", "?"))
 
 
-def sweep_of(record: Record) -> str | None:
-    found = record.conditions.get("sweep")
-    return str(found) if found else None
+def group_of(record: Record) -> str:
+    """By what name errors are told: plans of sweeps and case studies have none that says anything without the study."""
+    if record.conditions.get("sweep"):
+        return "swept plans"
+    return "steps of case studies" if record.conditions.get("study") and record.plan else label(record.provider)
 
 
 # ---- sections --------------------------------------------------------------------------------------------------------
@@ -138,10 +141,12 @@ def _lengths(records: Sequence[Record], names: Sequence[str]) -> Section | None:
     rows += [_row(record, "") for record in alone]
     rows.sort(key=lambda row: (row[0], int(row[1])))
     text = (
-        "Every competitor ran once in each round, in random order, in its best known form, which stands in the last "
-        "column. “Times as fast” says how attnworks compares with that row, with the interval that noise leaves."
+        "Every competitor ran once in each round, in random order, in its best known form, which stands below "
+        "the numbers. “Times as fast” says how attnworks compares with that row, with the interval that noise leaves."
     )
-    return Section("lengths", "Against its peers", text, tuple(plots), Table(columns, tuple(rows[:MOST_ROWS]), 3))
+    table = Table(columns, tuple(rows[:MOST_ROWS]), 3, shown=len(columns) - 1)
+    calls = dict.fromkeys(f"{row[2]}: {row[-1]}" for row in table.rows)
+    return Section("lengths", "Against its peers", text, tuple(plots), table, tuple(calls))
 
 
 def _rate(record: Record, n: int, scale: float) -> Point:
@@ -220,7 +225,7 @@ def _errors(records: Sequence[Record], names: Sequence[str]) -> Section | None:
     groups: dict[str, list[Record]] = {}
     for record in records:
         if "worst_share_of_bound" in record.check:
-            groups.setdefault("swept plans" if sweep_of(record) else label(record.provider), []).append(record)
+            groups.setdefault(group_of(record), []).append(record)
     if not groups:
         return None
     known = [*names, *(name for name in groups if name not in names)]
@@ -248,12 +253,16 @@ def _sweeps(records: Sequence[Record]) -> Section | None:
         draw = partial(record_plots.heat_map, rows=sizes[0], columns=sizes[1], cells=cells)
         svg = page.figure(f"h{len(plots)}", draw, 1.0 + 0.45 * len(sizes[0]), width=1.6 + 0.85 * len(sizes[1]))
         plots.append(Plot(found.title, f"Times as fast as {found.choice}, the backend's choice.", svg))
-        rows += [(found.title, cell.plan, duration(cell.record.median), str(cell.ratio),
-                  page.number(cell.record.check["worst_share_of_bound"])) for cell in found.cells.values()]  # fmt: skip
+        for cell in found.cells.values():
+            ratio = "its choice" if cell.plan == found.choice else str(cell.ratio)
+            share = page.number(cell.record.check["worst_share_of_bound"])
+            rows.append((found.title, cell.plan, duration(cell.record.median), ratio, share))
     if not plots:
         return None
     table = Table(
-        ("sweep", "plan", "median", "times as fast as the choice", "error / bound"), tuple(rows[:MOST_ROWS]), 2
+        ("sweep", "plan", "median", "times as fast as the backend's choice", "error / bound"),
+        tuple(rows[:MOST_ROWS]),
+        2,
     )
     text = "Tiles raced in heats with the backend's choice in the same rounds. What was rejected is not drawn."
     return Section("sweeps", "Tiles", text, tuple(plots), table)
@@ -307,7 +316,9 @@ def _relative(record: Record, first: Record) -> Point:
 
 
 def _conditions(records: Sequence[Record]) -> Section:
-    notes = sorted({note for record in records for note in record.notes})
+    notes: dict[str, list[str]] = {}
+    for note in sorted({note for record in records for note in record.notes}):
+        notes.setdefault(re.sub(r"\d[\d.]*", "#", note), []).append(note)  # those that differ in numbers alone
     facts: dict[tuple[str, ...], int] = {}
     for record in records:
         said = ", ".join(f"{name} {version}" for name, version in record.versions.items())
@@ -315,7 +326,9 @@ def _conditions(records: Sequence[Record]) -> Section:
         facts[row] = facts.get(row, 0) + 1
     rows = tuple((*row, str(count)) for row, count in sorted(facts.items()))
     table = Table(("machine", "threads", "versions", "commit", "runs"), rows[:MOST_ROWS], 4)
-    shown: Any = tuple(notes[:40])
+    shown = tuple(
+        found[-1] + (f" (and {len(found) - 1} more like it)" if len(found) > 1 else "") for found in notes.values()
+    )[:40]
     return Section(
         "conditions", "Under which conditions", "What a reader must know beside the numbers.", (), table, shown
     )

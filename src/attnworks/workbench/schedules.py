@@ -18,8 +18,8 @@ from attnworks.hardware import Hardware
 from attnworks.masks import Bounds, DenseMask
 from attnworks.plan import Plan
 from attnworks.problem import Problem
-from attnworks.traffic import ALIASES, Traffic
-from attnworks.workbench import loops
+from attnworks.traffic import ALIASES, Traffic, estimate
+from attnworks.workbench import counting
 from attnworks.workbench.grid import Maps
 from attnworks.workbench.loops import Array, Pass, Schedule
 from attnworks.workbench.papers import (
@@ -39,10 +39,13 @@ NAMES = (*FORWARD, SPLIT_KV.name, *BACKENDS)
 # ---- the backends' plans ---------------------------------------------------------------------------------------------
 
 
-def of_plan(p: Problem, plan: Plan) -> Schedule:
-    """What a backend's forward plan moves. Raises ``ValueError`` for a schedule that is not described here."""
+def of_plan(p: Problem, plan: Plan, units: int = 0) -> Schedule:
+    """What a backend's forward plan moves; that of "stream_k" depends on the machine's ``units``. Raises ``ValueError``
+    for a schedule that is not described here."""
     name = ALIASES.get(plan.schedule, plan.schedule)
     passes = _forward_passes(p, plan, name)
+    if plan.schedule == "stream_k":
+        passes = _stream_k(p, plan, passes[0], units)
     if plan.backend == "cuda":
         passes = (_persistent(p, plan, passes[0]), *passes[1:])
     if plan.visit_all:
@@ -85,12 +88,51 @@ def _forward_passes(p: Problem, plan: Plan, name: str) -> tuple[Pass, ...]:
     raise ValueError(f"plan schedule: was {plan.schedule!r}, which has no description of what it moves")
 
 
+def _stream_k(p: Problem, plan: Plan, whole: Pass, units: int) -> tuple[Pass, ...]:
+    """With the tiles of the last wave cut as the launch cuts them. Raises ``ValueError`` without ``units``."""
+    from attnworks.backends.cuda import split
+
+    if units < 1:
+        raise ValueError(f"units: was {units}, must be the machine's multiprocessors, on which 'stream_k' depends")
+    found = split.stretches(p, plan, units)
+    begins = [worker * found.steps // found.workers for worker in range(found.workers)]
+    cuts = tuple(
+        tuple(begin - tile for begin in begins if tile < begin < tile + found.kv_tiles)
+        for tile in range(0, found.steps, max(found.kv_tiles, 1))
+    )
+    if not cuts:
+        return (whole,)
+    begin, visit, _ = whole.says
+    end = "This part of the keys was seen: write what was summed, acc / l, and its LSE = m + ln l, in fp32; where all "
+    end += "keys were seen, O{i} = acc / l, once."
+    words = (
+        SPLIT_KV.passes[1].says[0].replace("share", "part"),
+        "",
+        "All parts were summed: write O{i} = acc / l, once.",
+    )
+    merge = Pass(
+        "merge", outer="q", keeps=("part",), leaves=whole.leaves, cuts=cuts, registers=("m", "l", "acc"), says=words
+    )
+    return replace(whole, cuts=cuts, parts=("part",), says=(begin, visit, end)), merge
+
+
 def _persistent(p: Problem, plan: Plan, one: Pass) -> Pass:
     """A thread block on each multiprocessor, which works through tiles of rows as the kernel orders them."""
     from attnworks.backends.cuda import plans, source
 
     ordered = plans.variant(p, plan).longest_first
     return replace(one, resident=1, section=(lambda q: plans.section(q, source.L2_SECTION_BYTES)) if ordered else None)
+
+
+def modelled_bytes(p: Problem, plan: Plan, units: int) -> int:
+    """What a backend's forward plan moves with nothing but its tiles on chip: the papers' bill of its schedule, with
+    FlashAttention-1's running O counted in fp32, in which backends keep it, and the pass at the end that rounds it; and
+    of "stream_k" with the parts' results. ``units``: the machine's."""
+    if plan.schedule not in ("kv_outer", "stream_k"):
+        tile_kv = plan.split_kv if plan.schedule == "split_kv" else plan.tile_kv
+        return estimate(p, plan.schedule, plan.tile_q, tile_kv).total_bytes
+    moved = counting.count(p, of_plan(replace(p, return_lse=True), plan, units))
+    return sum(one.loaded + one.stored for one in moved)
 
 
 def backward_of(p: Problem, backend: str) -> Schedule:
@@ -187,14 +229,14 @@ def bill(p: Problem, name: str, tile_q: int, tile_kv: int, maps: Maps) -> Traffi
     schedule = _with_operands(p, FORWARD[name].with_tiles(tile_q, tile_kv), "")
     operands = {array.name for array in schedule.arrays}
     parts: Counter[str] = Counter()
-    for moved in loops.count(p, schedule, maps):
+    for moved in counting.count(p, schedule, maps):
         parts["operands" if moved.array in operands else moved.part] += moved.loaded + moved.stored
     names, pairs = ("q", "kv", "out", "state", "scores_and_probs", "operands"), maps.visible_pairs
     backward = 2 * pairs * ((2 if name == "standard" else 3) * p.head_dim + 2 * p.head_dim_v)
     return Traffic(
         name, tile_q, tile_kv, **{part: parts[part] for part in names},
         minimum_bytes=replace(p, return_lse=False).minimum_bytes(), flops=2 * pairs * (p.head_dim + p.head_dim_v),
-        executed_flops=loops.executed_flops(p, schedule, maps), backward_flops=backward,
+        executed_flops=counting.executed_flops(p, schedule, maps), backward_flops=backward,
     )  # fmt: skip
 
 
@@ -214,11 +256,13 @@ def plan_on(p: Problem, backend: str, hardware: Hardware) -> Plan:
         if not found:
             raise ValueError(f"backend: 'triton' has no plan for {hardware.name}: {plans.why_none_fits(p, hardware)}")
     else:
-        from attnworks.backends.cuda import CAPABILITY
+        from attnworks.backends.cuda import CAPABILITY, DTYPES
         from attnworks.backends.cuda import plans as cuda_plans
 
         if p.form == "decode" or hardware.capability not in (CAPABILITY, None):
             raise ValueError(f"backend: 'cuda' runs no caches, and nothing but compute capability {CAPABILITY}")
+        if p.dtype not in DTYPES:
+            raise ValueError(f"backend: 'cuda' runs bfloat16 and float16, not {str(p.dtype).removeprefix('torch.')}")
         found = [cuda_plans.plan_for(p, hardware.units)]
     if not found:
         raise ValueError(f"backend: {backend!r} has no plan that fits {hardware.name}")
@@ -232,7 +276,7 @@ def named(name: str, p: Problem, hardware: Hardware, *, backward: bool = False) 
     if name in papers:
         return papers[name]
     if name in BACKENDS:
-        return backward_of(p, name) if backward else of_plan(p, plan_on(p, name, hardware))
+        return backward_of(p, name) if backward else of_plan(p, plan_on(p, name, hardware), hardware.units)
     return from_file(name)
 
 

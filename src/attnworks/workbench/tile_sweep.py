@@ -24,6 +24,7 @@ from attnworks.backends import Backend, Compiled, cuda, triton
 from attnworks.hardware import Hardware
 from attnworks.plan import Plan
 from attnworks.problem import Problem
+from attnworks.workbench.schedules import modelled_bytes
 
 # CUDA keeps this much of a multiprocessor's shared memory for itself for each resident block, from capability 8.0 on.
 _RESERVED_BYTES = 1024
@@ -123,9 +124,9 @@ def refusal(problem: Problem, plan: Plan, backend: Backend) -> str:
 def judge(problem: Problem, plan: Plan, compiled: Compiled, machine: Hardware) -> Judged:
     """What the compiler said of a plan, held against the card."""
     shape = plan.schedule, plan.tile_q, plan.split_kv or plan.tile_kv
-    bill, seconds = traffic.estimate(problem, *shape), traffic.modelled_seconds(problem, *shape, machine)
+    bytes_, seconds = modelled_bytes(problem, plan, machine.units), traffic.modelled_seconds(problem, *shape, machine)
     programs = None if compiled.error else resident(plan, compiled, machine)
-    return Judged(plan, compiled, _reasons(problem, compiled, machine, programs), programs, bill.total_bytes, seconds)
+    return Judged(plan, compiled, _reasons(problem, compiled, machine, programs), programs, bytes_, seconds)
 
 
 def _reasons(problem: Problem, c: Compiled, machine: Hardware, programs: int | None) -> tuple[str, ...]:

@@ -42,6 +42,8 @@ GPU_PROVIDERS = (
     *("attnworks", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-grouped", "flash-attn-3", "flash-attn-4", "standard"),
 )
 QUICK_SECONDS = 3.0
+INTERRUPTED = 130  # as a shell has it
+NOT_COUNTED = "profiling was interrupted"
 
 
 @click.command()
@@ -103,32 +105,44 @@ def bench(
     if save:
         save.open("a").close()  # before anything is measured
     chosen, wrong = _verified(asked, place, no_verify)
-    results = []
+    results, stopped = [], False
     for problem in _problems(ctx, place):
         with progress() as report:
             result = measure(problem, chosen, protocol, report)
+            if not no_history:
+                keep(db, result.records)
             if profiled:
-                result = _profiled(problem, result, chosen, report)
+                timed = result.records
+                result, stopped = _profiled(problem, result, chosen, report)
+                if not no_history:
+                    keep(db, result.records, timed)
         result = replace(result, failed=wrong | result.failed)
         results.append(result)
-        if not no_history:
-            keep(db, result.records)
         if save:
             records.save(save, result.records)
         if not as_json:
             _print(problem, result, tell_refusals=providers is not None, targets=targets)
+        if stopped:
+            break
     if as_json:
         print_json({"results": [result.to_json() for result in results]})
+    if stopped:
+        ctx.exit(INTERRUPTED)
     if any(result.failed for result in results):
         ctx.exit(1)
 
 
-def _profiled(problem: Problem, result: Result, chosen: list[Provider], report: Progress) -> Result:
-    by_names, counted = {provider.name: provider for provider in chosen}, []
-    for done, one in enumerate(result.records):
-        report(f"profiling {label(one.provider)}", done, len(result.records))
-        counted.append(counters.with_profile(problem, one, by_names[one.provider]))
-    return replace(result, records=tuple(counted))
+def _profiled(problem: Problem, result: Result, chosen: list[Provider], report: Progress) -> tuple[Result, bool]:
+    """With what was counted of each, and whether somebody interrupted that: times are good without it."""
+    by_names, counted, stopped = {provider.name: provider for provider in chosen}, list(result.records), False
+    try:
+        for done, one in enumerate(result.records):
+            report(f"profiling {label(one.provider)}", done, len(counted))
+            counted[done] = counters.with_profile(problem, one, by_names[one.provider])
+    except KeyboardInterrupt:
+        counted[done:] = [replace(one, notes=(*one.notes, NOT_COUNTED)) for one in counted[done:]]
+        stopped = True
+    return replace(result, records=tuple(counted)), stopped
 
 
 def _verified(chosen: list[Provider], device: str, no_verify: bool) -> tuple[list[Provider], dict[str, str]]:

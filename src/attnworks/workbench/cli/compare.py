@@ -8,7 +8,7 @@ import click
 from rich.markup import escape
 
 from attnworks.workbench.cli.output import console, in_seconds, json_option, print_json, print_notes, print_table, table
-from attnworks.workbench.cli.stored import db_option, nothing, problem_in_words
+from attnworks.workbench.cli.stored import apart, db_option, nothing, problem_in_words
 from attnworks.workbench.comparison import Compared, Comparison
 from attnworks.workbench.comparison import compare as run
 from attnworks.workbench.history import History, selection
@@ -35,6 +35,7 @@ def compare(a: str, b: str, control: str | None, db: Path | None, as_json: bool)
     for text, side in ((a, before), (b, after)):
         if not side:
             raise click.ClickException(nothing(history, text))
+    apart(before, after)
     found = run(history, before, after, control)
     if as_json:
         print_json(found.to_json())

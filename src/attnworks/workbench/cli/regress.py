@@ -10,7 +10,7 @@ import click
 from attnworks.workbench import comparison
 from attnworks.workbench.cli.compare import print_compared
 from attnworks.workbench.cli.output import console, json_option, print_json
-from attnworks.workbench.cli.stored import db_option
+from attnworks.workbench.cli.stored import apart, db_option
 from attnworks.workbench.history import History, selection
 
 WORSE, NOTHING = 1, 2
@@ -43,6 +43,7 @@ def regress(baseline: str | None, candidate: str | None, control: str, db: Path 
             before, after = comparison.newest_two(history)
         else:
             before, after = (history.records(**selection(text)) for text in (baseline, candidate))
+        apart(before, after)
         found = comparison.regress(history, before, after, None if control == "none" else control)
     except comparison.NothingToCompareError as error:
         click.echo(f"nothing to compare: {error}", err=True)

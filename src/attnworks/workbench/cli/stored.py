@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,12 +25,16 @@ def db_option(command: Command) -> Command:
     )(command)
 
 
-def keep(db: Path | None, records: Sequence[Record]) -> None:
-    """Add records to the history. Where the usual file cannot be written, that is said on stderr and no error: the
-    numbers that were asked for are there. Raises ``HistoryError`` for a file that was named."""
+def keep(db: Path | None, records: Sequence[Record], before: Sequence[Record] = ()) -> None:
+    """Add records to the history, or put them in the place of those that were kept ``before``, one for each. Where the
+    usual file cannot be written, that is said on stderr and no error: the numbers that were asked for are there. Raises
+    ``HistoryError`` for a file that was named."""
     kept = History(db)
     try:
-        kept.add(records)
+        if before:
+            kept.amend(zip(before, records, strict=True))
+        else:
+            kept.add(records)
     except HistoryError as error:
         if db is not None:
             raise
@@ -50,6 +54,13 @@ def nothing(kept: History, selected: str | None) -> str:
     if selected:
         return f"no runs of {selected!r} in {kept.path}"
     return f"no runs in {kept.path}. `attnworks bench` measures some and keeps them."
+
+
+def apart(a: Mapping[int, Record], b: Mapping[int, Record]) -> None:
+    """Raises ``click.UsageError`` where two selections have runs in common."""
+    if common := sorted(a.keys() & b.keys()):
+        ids = ", ".join(map(str, common[:5])) + (", ..." if len(common) > 5 else "")
+        raise click.UsageError(f"both selections have runs {ids}: narrow one, a run says nothing against itself")
 
 
 def problem_in_words(problem: dict[str, Any]) -> str:

@@ -129,20 +129,21 @@ def _measure(ctx: click.Context, problem: Problem, jobs: int, as_json: bool) -> 
         return
     heat.print_found(_title(problem, found.hardware), found)
     if path:
-        print_notes(
-            [f"{path} has it: calls like this one take it from now on." if found.row else f"{path} is as it was."]
-        )
+        gone = "had a faster plan for calls like this one; its row has gone, the backend's choice is as good."
+        print_notes([f"{path} has it: calls like this one take it from now on." if found.row else f"{path} {gone}"])
 
 
 def _write(found: Found, into: Path | None) -> Path | None:
-    """Keep the plan of a sweep that is decided; where the backend's own choice is as good, an older row goes."""
+    """Keep the plan of a sweep that is decided; where the backend's own choice is as good, an older row goes. Returns
+    the file if it was changed."""
     if found.best is None:
         return None
     path = (into or tuned.users_folder()) / tuned.file_name(found.hardware)
     key = tuned.key_of(found.problem, found.hardware, found.table.backend)
-    if found.row or key in tuned.read(path, found.hardware.name):
-        tuned.write(path, found.hardware.name, {key: found.row})
-        prepared.CALLS.clear()
+    if not found.row and key not in tuned.read(path, found.hardware.name):
+        return None
+    tuned.write(path, found.hardware.name, {key: found.row})
+    prepared.CALLS.clear()
     return path
 
 
