@@ -220,9 +220,8 @@ def test_the_command_says_what_became_of_the_file(tmp_path):
     file = tmp_path / tuned.file_name(detect())
 
     def told(db, *tiles):
-        ran = CliRunner().invoke(
-            main, [*asked, "--tile-q", tiles[0], "--tile-kv", tiles[1], "--db", str(tmp_path / db)]
-        )
+        wide = CliRunner(env={"COLUMNS": "400"})  # no path is broken in two
+        ran = wide.invoke(main, [*asked, "--tile-q", tiles[0], "--tile-kv", tiles[1], "--db", str(tmp_path / db)])
         assert ran.exit_code == 0, ran.output
         return " ".join(ran.output.split())
 
