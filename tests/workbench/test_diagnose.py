@@ -70,6 +70,7 @@ def test_a_right_kernel_is_called_right(short: Corpus) -> None:
     assert short.rank(observed) == []
 
 
+@pytest.mark.long
 def test_the_tile_size_is_read_from_the_weights() -> None:
     subject = Foreign(blocked, "accumulator not rescaled", tile=56)
     corpus = Corpus([_probe("square"), _probe("rising maximum")])
@@ -110,6 +111,7 @@ def packed() -> Corpus:
     return Corpus([probe for probe in probes() if probe.name in ("varlen, grouped", "varlen, full", "pages of 16")])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "way"),
     [("key offsets from queries", 2), ("sequences not apart", 2), ("stale page", 3), ("causal from other lengths", 2)],
@@ -143,6 +145,7 @@ class _OnOnePath(_Packed):
             self.fault = fault
 
 
+@pytest.mark.long
 def test_a_fault_on_one_path_of_several_is_named_with_reserve(packed: Corpus) -> None:
     found = diagnose(_OnOnePath("scale twice"), corpus=packed)
     assert (found.candidates[0].fault, found.candidates[0].narrowed) == ("scale twice", True)
