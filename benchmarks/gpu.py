@@ -288,7 +288,7 @@ def decode_rows(rounds: int) -> Iterator[Row]:
                 f"{speed:.0f} GB/s, {statistics.median(own):.4f} ms; {name} {statistics.median(times[name]):.4f} ms"
             )
             called = (
-                "attnworks: attention_decode(q, k, v, kv_lens=lens)",
+                'attnworks: attention_decode(q, k, v, kv_lens=lens, backend="triton")',
                 f"{name}: {CALLS[name]}, enable_gqa=True in the place of is_causal",
             )
             yield Row("Decode", f"batch {batch}, {length} keys, heads 32/8", name, str(found), "", None, detail, called)

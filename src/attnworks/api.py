@@ -73,8 +73,8 @@ def attention(
     mask_spec: Any
     try:
         q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
-        as_they_lie = not (q.is_neg() or k.is_neg() or v.is_neg())
-        if q_strides[-1] != 1 or k_strides[-1] != 1 or v_strides[-1] != 1 or not as_they_lie:
+        negated = q.is_neg() or k.is_neg() or v.is_neg()  # by torch, lazily: memory holds the other sign
+        if q_strides[-1] != 1 or k_strides[-1] != 1 or v_strides[-1] != 1 or negated:
             q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
             q_strides, k_strides, v_strides = q.stride(), k.stride(), v.stride()
         q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype

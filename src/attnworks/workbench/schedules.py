@@ -95,7 +95,7 @@ def _stream_k(p: Problem, plan: Plan, whole: Pass, units: int) -> tuple[Pass, ..
     if units < 1:
         raise ValueError(f"units: was {units}, must be the machine's multiprocessors, on which 'stream_k' depends")
     found = split.stretches(p, plan, units)
-    begins = [worker * found.steps // found.workers for worker in range(found.workers)]
+    begins = [found.begin(worker) for worker in range(found.workers)]
     cuts = tuple(
         tuple(begin - tile for begin in begins if tile < begin < tile + found.kv_tiles)
         for tile in range(0, found.steps, max(found.kv_tiles, 1))

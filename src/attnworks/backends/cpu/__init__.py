@@ -242,9 +242,8 @@ def _empty_launcher(problem: Problem) -> Launcher:
 
 def _addresses(o: Operands) -> tuple[int, int, int]:
     q, k, v = o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr()
-    if not (
-        q and k and v
-    ):  # where a tensor is empty; or torch left out its memory, as it does where forward AD meets 0
+    # 0 where a tensor is empty; or torch left out its memory, as it does where forward AD meets 0.
+    if not (q and k and v):
         for name, tensor in (("q", o.q), ("k", o.k), ("v", o.v)):
             if tensor._is_zerotensor():
                 raise ValueError(f"{name}: was a zero tensor without memory, must have memory: clone() it")

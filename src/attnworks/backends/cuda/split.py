@@ -31,6 +31,10 @@ class Stretches(ctypes.Structure):
 
     _fields_ = tuple((name, c_int) for name in ("whole", "kv_tiles", "steps", "workers"))
 
+    def begin(self, worker: int) -> int:
+        """The first KV tile of a stretch, of all shared tiles of rows in a row (``stretch_begin``)."""
+        return int(worker * self.steps // self.workers)
+
     def _of(self, step: int) -> int:
         """The stretch that has a KV tile of the shared tiles of rows."""
         return int(((step + 1) * self.workers - 1) // self.steps)

@@ -147,8 +147,7 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
         )  # fmt: skip
 
     launch = variant(False)
-    launch_described = variant(True) if plan.isa == TMA else None
-    describe_k, describe_v = kv_describers(p, plan.tile_kv)
+    described = (variant(True), *kv_describers(p, plan.tile_kv)) if plan.isa == TMA else None
     merge = _merge(p, splits, out_strides, lse_strides, (out_size, lse_size)) if splits > 1 else None
     dtype, return_lse, device = p.dtype, p.return_lse, torch.device(p.device)
 
@@ -163,8 +162,9 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
             into = torch.empty((splits, *out_shape), dtype=torch.float32, device=device)
             into_lse = torch.empty((splits, *lse_shape), dtype=torch.float32, device=device)
         k, v, chosen = o.k, o.v, launch
-        if launch_described is not None and aligned(k, v):
-            k, v, chosen = describe_k(k), describe_v(v), launch_described
+        if described is not None and aligned(k, v):
+            chosen, describe_k, describe_v = described
+            k, v = describe_k(k), describe_v(v)
         # fmt: off
         chosen(o.q, k, v, into, into_lse, o.cu_seqlens_q, o.cu_seqlens_kv, o.kv_lens, o.page_table,
                k_scale, v_scale, sink, tiles, modifiers.score_operands(o), modifiers.mask_operands(o))

@@ -193,8 +193,11 @@ class _Backward:
         p, tiles = self.problem, self.for_kv
         given = self._strides(d_out)
         shape = (p.batch, p.heads_q, p.seq_q)
-        strides_fit = all(describable(p.element_size, shape, strides) for strides in (p.q_strides, given))
-        described = tiles.isa == TMA and strides_fit and aligned(o.q, d_out)
+        described = (
+            tiles.isa == TMA
+            and aligned(o.q, d_out)
+            and all(describable(p.element_size, shape, strides) for strides in (p.q_strides, given))
+        )
         key = ("kv", given, self._strides(d_k), self._strides(d_v), described)
         if key not in self.launches:
             packed = p.form == "varlen"
