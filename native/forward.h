@@ -4,100 +4,11 @@
 // A row's result depends on tile_kv alone: not on tile_q, on the row's place in its block, on the batch or on who computes it. Tiles start
 // at multiples of tile_kv, key j always falls on lane j % W, and hidden keys add exact zeros.
 #pragma once
-#include <float.h>
-#include <math.h>
-
-#include "pack.h"
-
+#include "forward_parts.h"
+#include "forward_tiles.h"
 #include "microkernel.h"
-#include "modifiers.h"
 
 namespace attnworks::ATTNWORKS_ISA {
-
-constexpr int SCORES_ROW = MAX_TILE_KV + W;  // no power of two, whose rows would share cache sets; the slack takes mask_row's overrun
-template <typename T>
-constexpr int ROW_STATE = (BLOCK_Q<T> + W - 1) / W * W;  // running_max of a micro-block, in whole vectors
-
-// How a problem lies in scratch; offsets in floats, each region a multiple of 16 of them.
-struct ForwardLayout {
-  int64_t tile_q, tile_kv;
-  int64_t units;        // of a row of q or k
-  int64_t acc_stride;   // head_dim_v, padded to whole vectors
-  int64_t panel_stride; // of packed v
-  int64_t q, k, v, key_bias, acc, scores, running_max, running_sum, size;
-};
-
-template <typename T>
-static ForwardLayout forward_layout(const ForwardProblem& p) {
-  ForwardLayout l;
-  l.tile_q = round_up(smaller(larger(p.tile_q, 1), MAX_TILE_Q), BLOCK_Q<T>);
-  l.tile_kv = round_up(smaller(larger(p.tile_kv, 1), MAX_TILE_KV), PANEL);
-  l.units = row_units<T>(p.head_dim);
-  l.acc_stride = round_up(p.head_dim_v, in_tiles<T> ? PANEL : W);
-  l.panel_stride = row_units<T>(l.tile_kv) * PANEL;
-  int64_t at = 0;
-  auto region = [&at](int64_t floats) {
-    const int64_t begin = at;
-    at += round_up(floats, 16);
-    return begin;
-  };
-  l.q = region(l.tile_q * l.units + W);  // pack_q overruns by less than W
-  l.k = region(l.tile_kv * l.units);
-  l.v = region(round_up(p.head_dim_v, PANEL) / PANEL * l.panel_stride);
-  l.key_bias = region(l.tile_kv);
-  l.acc = region(l.tile_q * l.acc_stride);
-  l.scores = region(BLOCK_Q<T> * SCORES_ROW + W) + W;
-  l.running_max = region(l.tile_q / BLOCK_Q<T> * ROW_STATE<T>);
-  l.running_sum = region(l.tile_q * W);
-  l.size = at;
-  return l;
-}
-
-// The keys that row i sees: [begin, end), empty if end <= begin. Both ends grow with i.
-struct VisibleKeys {
-  Bounds bounds;
-  int64_t shift, seq_kv;
-  int64_t begin(int64_t row) const { return larger(0, row + shift - bounds.left); }
-  int64_t end(int64_t row) const { return smaller(seq_kv, row + shift + bounds.right + 1); }
-};
-
-// Sets scores outside [visible_begin, visible_end) to -inf, in whole vectors that may overrun [begin, end) by less than one.
-ATTNWORKS_INLINE void mask_row(float* scores, int64_t begin, int64_t end, int64_t visible_begin, int64_t visible_end) {
-  const Vec hidden = set1(-INFINITY);
-  for (int64_t at = larger(visible_end, begin); at < end; at += W) store(scores + at, hidden);
-  for (int64_t at = smaller(visible_begin, end); at > begin; at -= W) store(scores + at - W, hidden);
-}
-
-template <int N>
-ATTNWORKS_INLINE float row_max(const float* scores, int64_t begin, int64_t end) {
-  Vec high[N];
-#pragma GCC unroll 8
-  for (int n = 0; n < N; n++) high[n] = load(scores + begin + n * W);
-  for (int64_t at = begin + N * W; at < end; at += N * W)
-#pragma GCC unroll 8
-    for (int n = 0; n < N; n++) high[n] = max(high[n], load(scores + at + n * W));
-#pragma GCC unroll 8
-  for (int n = 1; n < N; n++) high[0] = max(high[0], high[n]);
-  return reduce_max(high[0]);
-}
-
-// The same, and scores *= factor. They are rounded before the maximum is subtracted, not fused with that: else the largest, if it is huge,
-// would differ from itself.
-ATTNWORKS_INLINE float scaled_row_max(float* scores, int64_t begin, int64_t end, float factor) {
-  Vec high = set1(-INFINITY);
-  for (int64_t at = begin; at < end; at += W) {
-    const Vec x = mul(set1(factor), load(scores + at));
-    store(scores + at, x);
-    high = max(high, x);
-  }
-  return reduce_max(high);
-}
-
-// exp(x) of a difference x of scores, which are in base 2 unless STEPS changed them.
-template <bool STEPS, int DEGREE>
-ATTNWORKS_INLINE Vec prob(Vec x) {
-  return exp2<DEGREE>(STEPS ? mul(x, set1(LOG2E)) : x);
-}
 
 // Scores [begin, end) of a row become exp(scores - shift) in place, packed to bf16 pairs from begin / 2 on if PAIRS. sum: its W lanes.
 template <typename T, bool STEPS>
@@ -155,69 +66,48 @@ static void attend_keys(const ForwardProblem& p, const ForwardTask& task, const 
   const int64_t begin = first_key / PANEL * PANEL, end = round_up(end_key, PANEL);
   const int64_t block = row - task.row_begin;
 
-  // Tiles hold plain products, to which nothing is added yet.
-  const bool key_bias = STEPS && !in_tiles<T> && begins_with_key_bias(p.modifiers);
+  const bool key_bias = STEPS && begins_with_key_bias(p.modifiers);
   float* scores = scratch + l.scores;
   for (int64_t at = begin; at < end; at += PANEL) {
     if constexpr (STEPS) prefetch_steps(p.modifiers, task.modifiers, row, last, tile + at, PANEL);
     const float *q = scratch + l.q + block * l.units, *k = scratch + l.k + (at - packed_begin) * l.units;
-    if constexpr (in_tiles<T>) {
-      tile_scores(l.units, q, k, scores + at, SCORES_ROW);
-    } else {
-      scores_kernel<PAIRS, SCORES_ROW>(l.units, q, k, factor, key_bias ? scratch + l.key_bias + (at - packed_begin) : nullptr, scores + at);
-    }
+    scores_kernel<PAIRS, SCORES_ROW>(l.units, q, k, factor, key_bias ? scratch + l.key_bias + (at - packed_begin) : nullptr, scores + at);
   }
 
   float tile_max[ROW_STATE<T>], rescale[ROW_STATE<T>];
   for (int r = ROWS; r < ROW_STATE<T>; r++) tile_max[r] = 0;
-  // Tiles hold plain products. A positive factor can wait until after the mask, for the pass that seeks the maximum.
-  const bool late = in_tiles<T> && !STEPS && factor > 0;
   for (int r = 0; r < ROWS; r++) {
-    if (in_tiles<T> && !late) scale_row(scores + r * SCORES_ROW + begin, end - begin, factor);
+    float* row_scores = scores + r * SCORES_ROW;
     // Rows past the last are computed like the last and never stored.
-    const int64_t query = smaller(row + r, last);
-    if constexpr (STEPS)
-      apply_steps(p.modifiers, task.modifiers, query, task.seq_kv - task.seq_q, tile + begin, end_key - begin, scores + r * SCORES_ROW + begin,
-                  nullptr, 0, key_bias);
-    if (task.modifiers.places)
-      hide_row(p.modifiers.map, task.modifiers, query, tile + begin, end_key - begin, scores + r * SCORES_ROW + begin);
-    const int64_t visible_begin = larger(visible.begin(query) - tile, first_key), visible_end = smaller(visible.end(query) - tile, end_key);
-    if (visible_begin > begin || visible_end < end) mask_row(scores + r * SCORES_ROW, begin, end, visible_begin, visible_end);
-    tile_max[r] = late ? scaled_row_max(scores + r * SCORES_ROW, begin, end, factor) : row_max<NV>(scores + r * SCORES_ROW, begin, end);
+    modify_row<STEPS>(p, task, visible, smaller(row + r, last), tile, first_key, end_key, key_bias, row_scores);
+    tile_max[r] = row_max<NV>(row_scores, begin, end);
   }
   softmax_step<T, STEPS>(scores, begin, end, tile_max, scratch + l.running_max + block / ROWS * ROW_STATE<T>,
                   scratch + l.running_sum + block * W, rescale);
 
-  const int64_t from = in_tiles<T> ? begin / 2 : row_units<T>(first_key - first_key % 2), depth = row_units<T>(end_key) - from;
+  const int64_t from = row_units<T>(first_key - first_key % 2), depth = row_units<T>(end_key) - from;
   const int64_t packed_from = from - row_units<T>(packed_begin);
   float* acc = scratch + l.acc + block * l.acc_stride;
-  if constexpr (in_tiles<T>) {
-    for (int r = 0; r < ROWS; r++)
-      if (rescale[r] != 1.f) scale_row(acc + r * l.acc_stride, l.acc_stride, rescale[r]);
-  }
   for (int64_t column = 0; column < p.head_dim_v; column += PANEL) {
     const float* v = scratch + l.v + column / PANEL * l.panel_stride + packed_from * PANEL;
-    if constexpr (in_tiles<T>) {
-      tile_values(depth, scores + from, SCORES_ROW, v, acc + column, l.acc_stride);
-    } else {
-      values<PAIRS, SCORES_ROW>(smaller(NV, (l.acc_stride - column) / W), depth, scores + from, v, PANEL, rescale, acc + column, l.acc_stride);
-    }
+    values<PAIRS, SCORES_ROW>(smaller(NV, (l.acc_stride - column) / W), depth, scores + from, v, PANEL, rescale, acc + column, l.acc_stride);
   }
 }
 
-// The same against all keys of the tile, of which it holds `keys`, that the rows see: with a map, run after run of them.
-template <typename T, bool STEPS>
-static void forward_micro_block(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const VisibleKeys& visible,
-                                int64_t row, int64_t tile, int64_t keys, int64_t packed_begin, float factor, float* scratch) {
+// A micro-block against all keys of the tile, of which it holds `keys`, that the rows see: with a map, run after run of them.
+// attend(first_key, end_key) takes them.
+template <typename T, typename Attend>
+ATTNWORKS_INLINE void visible_runs(const ForwardProblem& p, const ForwardTask& task, const VisibleKeys& visible, int64_t row, int64_t tile,
+                                   int64_t keys, int64_t packed_begin, Attend attend) {
   const int64_t last = smaller(row + BLOCK_Q<T>, task.row_end) - 1;
   const int64_t first_key = p.visit_all ? packed_begin : larger(visible.begin(row) - tile, packed_begin);
   const int64_t end_key = p.visit_all ? keys : smaller(visible.end(last) - tile, keys);
   if (first_key >= end_key) return;
-  if (!task.modifiers.places) return attend_keys<T, STEPS>(p, task, l, visible, row, tile, first_key, end_key, packed_begin, factor, scratch);
+  if (!task.modifiers.places) return attend(first_key, end_key);
   for (KeyRange run = {0, tile + first_key};;) {
     run = next_keys(p.modifiers.map, task.modifiers, row, last, run.end, tile + end_key);
     if (run.begin == run.end) return;
-    attend_keys<T, STEPS>(p, task, l, visible, row, tile, run.begin - tile, run.end - tile, packed_begin, factor, scratch);
+    attend(run.begin - tile, run.end - tile);
   }
 }
 
@@ -241,13 +131,16 @@ static void forward_finish(const ForwardProblem& p, const ForwardTask& task, con
 
 template <typename T, bool STEPS>
 static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float* scratch) {
-  [[maybe_unused]] const TileState<in_tiles<T>> tile_state;
+  [[maybe_unused]] const TileState<in_tiles> tile_state;
   const ForwardLayout l = forward_layout<T>(p);
   const VisibleKeys visible = {p.bounds, p.bounds.shift(task.seq_q, task.seq_kv), task.seq_kv};
   const int64_t rows = task.row_end - task.row_begin, blocks = round_up(rows, BLOCK_Q<T>);
   // Scores in base 2, unless steps want them as they are; q carries the factor, except in pairs, whose rounding it would double.
   const float factor = STEPS ? p.scale : p.scale * LOG2E;
-  pack_q((const T*)task.q + task.row_begin * p.q.row, p.q.row, rows, p.head_dim, factor, scratch + l.q);
+  pack_q((const T*)task.q + task.row_begin * p.q.row, p.q.row, rows, p.head_dim, factor, scratch + l.q, l.q_piece);
+  uint8_t* const marks[3] = {(uint8_t*)(scratch + l.q_outliers), (uint8_t*)(scratch + l.k_outliers), (uint8_t*)(scratch + l.v_outliers)};
+  Outliers outliers = {};
+  if constexpr (in_pieces<T>) outliers.q = mark_outliers((const T*)task.q + task.row_begin * p.q.row, p.q.row, rows, p.head_dim, marks[0]);
   memset(scratch + l.acc, 0, blocks * l.acc_stride * 4);
   memset(scratch + l.running_sum, 0, (size_t)blocks * W * 4);
   for (int64_t r = 0; r < blocks / BLOCK_Q<T> * ROW_STATE<T>; r++) scratch[l.running_max + r] = -INFINITY;
@@ -258,15 +151,25 @@ static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float
     if (task.modifiers.places) shown = shown_keys(p.modifiers.map, task.modifiers, task.row_begin, task.row_end - 1, shown.begin, shown.end);
     if (shown.begin == shown.end) continue;
     const int64_t keys = shown.end - tile, packed_begin = (shown.begin - tile) / PANEL * PANEL, key = tile + packed_begin;
-    pack_k((const T*)task.k + key * p.k.row, p.k.row, keys - packed_begin, p.head_dim, scratch + l.k);
-    pack_v((const T*)task.v + key * p.v.row, p.v.row, keys - packed_begin, p.head_dim_v, scratch + l.v, l.panel_stride);
-    if (STEPS && begins_with_key_bias(p.modifiers)) {
+    const T *k = (const T*)task.k + key * p.k.row, *v = (const T*)task.v + key * p.v.row;
+    if constexpr (in_pieces<T>) {
+      outliers.k = mark_outliers(k, p.k.row, keys - packed_begin, p.head_dim, marks[1]);
+      outliers.v = mark_outliers(v, p.v.row, keys - packed_begin, p.head_dim_v, marks[2]);
+    }
+    pack_k(k, p.k.row, keys - packed_begin, p.head_dim, scratch + l.k, l.k_piece);
+    pack_v(v, p.v.row, keys - packed_begin, p.head_dim_v, scratch + l.v, l.panel_stride, l.v_piece, outliers.v ? marks[2] : nullptr);
+    if (STEPS && !in_tiles && begins_with_key_bias(p.modifiers)) {
       float* key_bias = scratch + l.key_bias;
       memset(key_bias, 0, l.tile_kv * 4);
       add_bias(p.modifiers.steps[0], task.modifiers.steps[0].data, 0, key, keys - packed_begin, key_bias);
     }
     for (int64_t row = task.row_begin; row < task.row_end; row += BLOCK_Q<T>)
-      forward_micro_block<T, STEPS>(p, task, l, visible, row, tile, keys, packed_begin, factor, scratch);
+      visible_runs<T>(p, task, visible, row, tile, keys, packed_begin, [&](int64_t first_key, int64_t end_key) {
+        if constexpr (in_tiles)
+          attend_keys_in_tiles<T, STEPS>(p, task, l, visible, row, tile, first_key, end_key, packed_begin, factor, outliers, scratch);
+        else
+          attend_keys<T, STEPS>(p, task, l, visible, row, tile, first_key, end_key, packed_begin, factor, scratch);
+      });
   }
   forward_finish<T, STEPS>(p, task, l, scratch);
 }

@@ -18,7 +18,11 @@ static double flops_loop(int64_t iterations) {
 }
 static double flops(DType dtype, int64_t iterations) {
 #ifdef ATTNWORKS_AMX
-  if (dtype == DType::bfloat16) return tile_flops(iterations);
+  switch (dtype) {  // over the products of pieces that one product is: the mean of those for scores and for values
+    case DType::float32: return tile_flops(iterations) / 6;
+    case DType::bfloat16: return tile_flops(iterations);
+    case DType::float16: return tile_flops(iterations) / 3.5;
+  }
 #endif
   if constexpr (HAS_BF16_DOT)
     if (dtype == DType::bfloat16) return flops_loop<true>(iterations);

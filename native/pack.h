@@ -13,16 +13,15 @@ constexpr bool in_pairs = false;
 template <>
 constexpr bool in_pairs<bf16> = HAS_BF16_DOT;
 
-// With AMX the products of pairs are made of tiles: more rows in a micro-block, and everything padded to whole tiles.
+// With AMX the products are made of tiles, of pairs of bf16 whatever T is: more rows in a micro-block, and everything padded to whole tiles.
+constexpr bool in_tiles = HAS_TILES;
 template <typename T>
-constexpr bool in_tiles = HAS_TILES && in_pairs<T>;
-template <typename T>
-constexpr int BLOCK_Q = in_tiles<T> ? 32 : MR;  // query rows of a micro-block
+constexpr int BLOCK_Q = in_tiles ? 32 : MR;  // query rows of a micro-block
 
 template <typename T>
 ATTNWORKS_INLINE int64_t row_units(int64_t dim) {
-  const int64_t units = in_pairs<T> ? (dim + 1) / 2 : dim;
-  return in_tiles<T> ? round_up(units, 16) : units;
+  if (in_tiles) return round_up((dim + 1) / 2, 16);
+  return in_pairs<T> ? (dim + 1) / 2 : dim;
 }
 
 // Up to W units of a row of dim elements, from unit `at` on; past its end 0, and nothing is read there.
@@ -36,17 +35,40 @@ ATTNWORKS_INLINE Vec load_units(const T* row, int64_t at, int64_t dim) {
     return left >= W ? load_as_float(row + at) : load_as_float_n(row + at, left);
   }
 }
+// Up to W elements of a row, from element `at` on; past its end 0.
+template <typename T>
+ATTNWORKS_INLINE Vec load_floats(const T* row, int64_t at, int64_t dim) {
+  return at >= dim ? zero() : dim - at >= W ? load_as_float(row + at) : load_as_float_n(row + at, (int)(dim - at));
+}
+// load_units for tiles: all pieces, of elements times `factor` if there are more than two, which then can take what rounding leaves of the
+// product. Pairs are of neighbours in bf16, of elements W apart in wider types.
+template <typename T>
+ATTNWORKS_INLINE void load_pieces(const T* row, int64_t at, int64_t dim, float factor, Vec (&pieces)[PIECES<T>]) {
+  if constexpr (in_pairs<T>) {
+    pieces[0] = load_units(row, at, dim);
+  } else {
+    Vec first = load_floats(row, 2 * at, dim), second = load_floats(row, 2 * at + W, dim);
+    if (PIECES<T> > 2) first = mul(first, set1(factor)), second = mul(second, set1(factor));
+    split_pairs<PIECES<T>, false>(first, second, pieces);
+  }
+}
 
 constexpr int ROW_VECS = (MR + W - 1) / W;  // vectors that hold one number for each row of a micro-block
 
-// rows x dim of q -> micro-blocks [rows / MR][units][MR], times `factor` (fp32 only); row by row in tiles. Rows past the last are 0. Written in
-// ascending order in whole vectors, of which those at the end overrun their MR rows by less than W: so `packed` needs that much slack.
+// rows x dim of q -> micro-blocks [rows / MR][units][MR], times `factor` (fp32 only). Rows past the last are 0. Written in ascending order
+// in whole vectors, of which those at the end overrun their MR rows by less than W: so `packed` needs that much slack.
+// For tiles: row by row, in pieces that are `piece` floats apart.
 template <typename T>
-static void pack_q(const T* q, int64_t stride, int64_t rows, int64_t dim, float factor, float* packed) {
+static void pack_q(const T* q, int64_t stride, int64_t rows, int64_t dim, float factor, float* packed, [[maybe_unused]] int64_t piece = 0) {
   const int64_t units = row_units<T>(dim);
-  if constexpr (in_tiles<T>) {
+  if constexpr (in_tiles) {
     for (int64_t row = 0; row < round_up(rows, BLOCK_Q<T>); row++)
-      for (int64_t at = 0; at < units; at += W) store(packed + row * units + at, row < rows ? load_units(q + row * stride, at, dim) : zero());
+      for (int64_t at = 0; at < units; at += W) {
+        Vec x[PIECES<T>] = {};
+        if (row < rows) load_pieces(q + row * stride, at, dim, factor, x);
+#pragma GCC unroll 4
+        for (int n = 0; n < PIECES<T>; n++) store(packed + n * piece + row * units + at, x[n]);
+      }
     return;
   }
   for (int64_t row = 0; row < rows; row += MR) {
@@ -69,40 +91,74 @@ static void pack_q(const T* q, int64_t stride, int64_t rows, int64_t dim, float 
   }
 }
 
-// keys x dim of k -> panels [ceil(keys / PANEL)][units][PANEL] (that is: k transposed); keys past the last are 0.
+// keys x dim of k -> panels [ceil(keys / PANEL)][units][PANEL] (that is: k transposed); keys past the last are 0. Pieces are `piece` apart.
 template <typename T>
-static void pack_k(const T* k, int64_t stride, int64_t keys, int64_t dim, float* packed) {
+static void pack_k(const T* k, int64_t stride, int64_t keys, int64_t dim, float* packed, [[maybe_unused]] int64_t piece = 0) {
+  constexpr int N = in_tiles ? PIECES<T> : 1;
   const int64_t units = row_units<T>(dim);
   for (int64_t key = 0; key < round_up(keys, PANEL); key += W) {
     float* to = packed + key / PANEL * units * PANEL + key % PANEL;
     for (int64_t at = 0; at < units; at += W) {
-      Vec x[W];
+      Vec x[N][W];
+      const auto load_key = [&](int i) {
+        if constexpr (in_tiles) {
+          Vec pieces[N];
+          load_pieces(k + (key + i) * stride, at, dim, 1.f, pieces);
+#pragma GCC unroll 4
+          for (int n = 0; n < N; n++) x[n][i] = pieces[n];
+        } else {
+          x[0][i] = load_units(k + (key + i) * stride, at, dim);
+        }
+      };
       if (key + W <= keys)
 #pragma GCC unroll 16
-        for (int i = 0; i < W; i++) x[i] = load_units(k + (key + i) * stride, at, dim);
+        for (int i = 0; i < W; i++) load_key(i);
       else
 #pragma GCC unroll 16
-        for (int i = 0; i < W; i++) x[i] = key + i < keys ? load_units(k + (key + i) * stride, at, dim) : zero();
-      transpose(x);
-      if (at + W <= units)
+        for (int i = 0; i < W; i++) {
+          if (key + i < keys) {
+            load_key(i);
+          } else {
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) x[n][i] = zero();
+          }
+        }
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++, to += piece) {
+        transpose(x[n]);
+        if (at + W <= units)
 #pragma GCC unroll 16
-        for (int i = 0; i < W; i++) store(to + (at + i) * PANEL, x[i]);
-      else
-        for (int i = 0; i < units - at; i++) store(to + (at + i) * PANEL, x[i]);
+          for (int i = 0; i < W; i++) store(to + (at + i) * PANEL, x[n][i]);
+        else
+          for (int i = 0; i < units - at; i++) store(to + (at + i) * PANEL, x[n][i]);
+      }
+      to -= N * piece;
     }
   }
 }
 
 // keys x dim of v -> panels [ceil(dim / PANEL)][panel_stride = units of keys * PANEL], each [key units][PANEL]; columns past the last are 0.
 // In pairs, a unit holds two neighbouring keys of one column; an odd last key is paired with 0.
-// In tiles the keys are filled up with 0 to a whole panel: a tile multiplies all of its rows.
+// For tiles a unit holds keys `key` and key + W, the keys are filled up with 0 to a whole panel, those marked in left_out are 0 too, and there
+// are pieces, `piece` floats apart.
 template <typename T>
-static void pack_v(const T* v, int64_t stride, int64_t keys, int64_t dim, float* packed, int64_t panel_stride) {
-  if constexpr (in_pairs<T>) {
+static void pack_v(const T* v, int64_t stride, int64_t keys, int64_t dim, float* packed, int64_t panel_stride, [[maybe_unused]] int64_t piece = 0,
+                   [[maybe_unused]] const uint8_t* left_out = nullptr) {
+  if constexpr (in_tiles) {
+    for (int64_t key = 0; key < round_up(keys, PANEL); key = key % PANEL == W - 1 ? key + 1 + W : key + 1)
+      for (int64_t column = 0; column < round_up(dim, PANEL); column += W) {
+        const auto load_row = [&](int64_t at) { return at < keys && !(left_out && left_out[at]) ? load_floats(v + at * stride, column, dim) : zero(); };
+        Vec x[PIECES<T>];
+        split_pairs<PIECES<T>, false>(load_row(key), load_row(key + W), x);
+        float* to = packed + column / PANEL * panel_stride + (key / PANEL * W + key % PANEL) * PANEL + column % PANEL;
+#pragma GCC unroll 4
+        for (int n = 0; n < PIECES<T>; n++) store(to + n * piece, x[n]);
+      }
+  } else if constexpr (in_pairs<T>) {
     static_assert(NV % 2 == 0);
-    for (int64_t key = 0; key < (in_tiles<T> ? round_up(keys, PANEL) : keys); key += 2)
+    for (int64_t key = 0; key < keys; key += 2)
       for (int64_t column = 0; column < dim; column += 2 * W) {
-        const Vec row = key < keys ? load_units(v + key * stride, column / 2, dim) : zero();
+        const Vec row = load_units(v + key * stride, column / 2, dim);
         const Vec next = key + 1 < keys ? load_units(v + (key + 1) * stride, column / 2, dim) : zero();
         Vec lo, hi;
         interleave_bf16(row, next, lo, hi);

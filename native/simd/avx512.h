@@ -43,13 +43,12 @@ ATTNWORKS_INLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 ATTNWORKS_INLINE Vec choose(uint32_t bits, Vec a, Vec b) { return _mm512_mask_blend_ps((__mmask16)bits, b, a); }
 
 ATTNWORKS_INLINE Vec split_whole(Vec x, Vec& fraction) {
-  const Vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  fraction = sub(x, whole);
-  return whole;
+  fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // one operation where roundscale is two
+  return sub(x, fraction);
 }
 // 0 for whole = -127, as on the other targets: scalef alone would give a subnormal there.
 ATTNWORKS_INLINE Vec scale_by_pow2(Vec x, Vec whole) {
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, set1(-127.f), _CMP_NEQ_UQ), x, whole);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, set1(-127.f), _CMP_NLE_UQ), x, whole);
 }
 
 ATTNWORKS_INLINE float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }

@@ -42,6 +42,9 @@ struct Tensor {
   void fill_row(int64_t b, int64_t h, int64_t r, float x) {
     for (int64_t c = 0; c < columns; c++) put(b, h, r, c, x);
   }
+  void scale_row(int64_t b, int64_t h, int64_t r, float factor) {
+    for (int64_t c = 0; c < columns; c++) put(b, h, r, c, (float)value(b, h, r, c) * factor);
+  }
   void randomise(float size = 1) {
     std::normal_distribution<float> normal(0, size);
     for (int64_t b = 0; b < batch; b++)
