@@ -182,6 +182,7 @@ struct DecodeTask {
 // Everything that is compiled once per instruction set. Scratch is uninitialised, 64-byte aligned, private to the calling thread.
 struct Kernels {
   const char* isa;
+  int64_t micro_rows;  // rows of a micro-block or a multiple of them: tiles of rows are multiples of it
 
   size_t (*forward_scratch)(const ForwardProblem&);  // bytes
   void (*forward)(const ForwardProblem&, const ForwardTask&, void* scratch);
@@ -194,7 +195,9 @@ struct Kernels {
   // order of their keys, and are used up by it. splits may be 0 (no visible key: out 0, lse -inf).
   void (*decode_merge)(const DecodeProblem&, const DecodeTask&, float* partials, int64_t splits);
 
-  BackwardKernels backward;  // of amx_bf16 empty: it has no tiles of its own there, avx512_bf16 is for the same CPUs
+  BackwardKernels backward;
+  // Whether rows of an operand have elements that the backward can't multiply (outliers.h); null where it can multiply all.
+  bool (*has_outliers)(DType, const void* rows, int64_t stride, int64_t count, int64_t dim);
 
   double (*flops)(DType, int64_t iterations);               // runs that many rounds of independent multiply-adds; FLOPs done
   float (*read)(const void* memory, int64_t bytes);         // reads every byte once; the sum keeps the compiler honest

@@ -5,15 +5,10 @@
 // A gradient depends on the sizes of the tiles alone: tiles of rows and of keys start at multiples of them, every product of two tiles is
 // summed from 0, and the tiles' sums are added in the order that the scheduler keeps.
 #pragma once
-#include <math.h>
-#include <string.h>
-
+#include "backward_parts.h"
 #include "forward.h"
 
 namespace attnworks::ATTNWORKS_ISA {
-
-// Of scores, probs and their gradients. No power of two, whose rows would share cache sets; the slack takes what zero_outside overruns.
-constexpr int GRADS_ROW = MAX_BACKWARD_TILE_KV + 3 * W;
 
 // How a tile lies in scratch; offsets in floats, each region a multiple of 16 of them.
 struct BackwardLayout {
@@ -65,49 +60,6 @@ static BackwardLayout backward_layout(const BackwardProblem& p) {
   return l;
 }
 
-// Scores and d_probs become probs and d_scores in place, in whole vectors. `shift` in the scores' units: natural ones with STEPS, else base 2.
-template <typename T, bool STEPS>
-ATTNWORKS_INLINE void row_gradients(float* scores, float* d_probs, int64_t begin, int64_t end, float shift, float delta) {
-  for (int64_t at = begin; at < end; at += W) {
-    // No prob is above 1, but a forward by other sums than these may round a huge score's LSE below the score.
-    const Vec probs = prob<STEPS, in_pairs<T> ? 4 : 5>(min(zero(), sub(load(scores + at), set1(shift))));
-    store(scores + at, probs);
-    store(d_probs + at, mul(probs, sub(load(d_probs + at), set1(delta))));
-  }
-}
-
-// The same where the scores go through steps and a map first. d_probs become the gradient of what comes out of step number `after`; -1: of
-// scale * q k^T. Softcaps are the only steps with a derivative other than 1.
-template <typename T>
-static void modified_row_gradients(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t row, int64_t begin,
-                                   int64_t end, int64_t after, float* scores, float* d_probs) {
-  const Modifiers& m = p.modifiers;
-  float slopes[MAX_STEPS * GRADS_ROW];
-  const int64_t key = task.key_begin + begin;
-  const float own_shift = rows.shift[row], delta = rows.delta[row];
-  scores += begin;
-  d_probs += begin;
-  if (m.count) apply_steps(m, rows.modifiers, row, task.seq_kv - task.seq_q, key, end - begin, scores, slopes, GRADS_ROW);
-  if (rows.modifiers.places) hide_row(m.map, rows.modifiers, row, key, end - begin, scores);
-  if (m.count)
-    row_gradients<T, true>(scores, d_probs, 0, end - begin, own_shift, delta);
-  else
-    row_gradients<T, false>(scores, d_probs, 0, end - begin, own_shift, delta);
-  const float* slope = slopes;
-  for (int64_t n = 0; n < m.count; n++) {
-    if (m.steps[n].kind != StepKind::softcap) continue;
-    if (n > after)
-      for (int64_t at = 0; at < end - begin; at += W) store(d_probs + at, mul(load(slope + at), load(d_probs + at)));
-    slope += GRADS_ROW;
-  }
-}
-
-// Sets row[0, end) outside [visible_begin, visible_end) to 0, in whole vectors that may overrun it by less than one.
-ATTNWORKS_INLINE void zero_outside(float* row, int64_t end, int64_t visible_begin, int64_t visible_end) {
-  for (int64_t at = larger(visible_end, 0); at < end; at += W) store(row + at, zero());
-  for (int64_t at = smaller(visible_begin, end); at > 0; at -= W) store(row + at - W, zero());
-}
-
 // fp32 probs and d_scores of the tile's first `rows` rows, an even number, as pairs: of neighbouring rows, and d_scores of neighbouring keys too.
 static void pack_gradients(const BackwardLayout& l, int64_t rows, int64_t width, float* scratch) {
   for (int64_t r = 0; r < rows; r += 2) {
@@ -129,21 +81,6 @@ static void pack_gradients(const BackwardLayout& l, int64_t rows, int64_t width,
       store(to_d_scores + at + W, hi);
     }
   }
-}
-
-// The keys of a tile that the rows [first, last] see, from the tile's first key on; empty if end <= begin.
-struct Keys {
-  int64_t begin, end;
-};
-ATTNWORKS_INLINE Keys keys_of(const VisibleKeys& visible, const BackwardKeys& task, int64_t first, int64_t last) {
-  return {larger(visible.begin(first), task.key_begin) - task.key_begin, smaller(visible.end(last), task.key_end) - task.key_begin};
-}
-// Whether a map shows these rows, which lie in one of its tiles, any key of its tile that key number `key` of ours is in.
-ATTNWORKS_INLINE bool shows(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t key) {
-  return !rows.modifiers.places || place_of(p.modifiers.map, rows.modifiers, rows.row_begin, task.key_begin + key) != PLACE_HIDDEN;
-}
-ATTNWORKS_INLINE VisibleKeys visible_keys(const BackwardProblem& p, const BackwardKeys& task) {
-  return {p.bounds, p.bounds.shift(task.seq_q, task.seq_kv), task.seq_kv};
 }
 
 // to[rows][keys] = a b for packed rows and keys, where a micro-block of rows sees anything of a panel of keys. The panel stays in the L1 cache.
@@ -168,28 +105,9 @@ template <typename T>
 static void tile_gradients(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, const BackwardLayout& l, int64_t after,
                            float* scratch) {
   constexpr bool PAIRS = in_pairs<T>;
-  const VisibleKeys visible = visible_keys(p, task);
   const int64_t width = round_up(round_up(task.key_end - task.key_begin, MR), PAIRS ? 2 * W : 1);  // what the products may read
-  const int64_t count = rows.row_end - rows.row_begin, padded = round_up(count, MR);
-  const bool modified = p.modifiers.count || rows.modifiers.places;
-  for (int64_t r = 0; r < padded; r++) {
-    float *scores = scratch + l.scores + r * GRADS_ROW, *d_probs = scratch + l.d_probs + r * GRADS_ROW;
-    const int64_t row = rows.row_begin + r;
-    const Keys keys = r < count ? keys_of(visible, task, row, row) : Keys{0, 0};  // rows past the last add nothing
-    const int64_t begin = keys.begin / W * W;
-    if (keys.begin < keys.end && !modified) row_gradients<T, false>(scores, d_probs, begin, keys.end, rows.shift[row], rows.delta[row]);
-    for (int64_t from = begin, to; modified && from < keys.end; from = to) {
-      to = smaller((from / MAP_KEYS + 1) * MAP_KEYS, keys.end);
-      if (shows(p, task, rows, from)) {
-        modified_row_gradients<T>(p, task, rows, row, from, to, after, scores, d_probs);
-      } else {
-        memset(scores + from, 0, (to - from) * 4);
-        memset(d_probs + from, 0, (to - from) * 4);
-      }
-    }
-    zero_outside(scores, width, keys.begin, keys.end);
-    zero_outside(d_probs, width, keys.begin, keys.end);
-  }
+  const int64_t padded = round_up(rows.row_end - rows.row_begin, MR);
+  rows_gradients<T>(p, task, rows, rows.row_begin, rows.row_begin + padded, 0, width, 1.f, after, scratch + l.scores, scratch + l.d_probs);
   if constexpr (PAIRS) pack_gradients(l, padded, width, scratch);
 }
 
@@ -273,39 +191,16 @@ static void backward_add_d_q(const BackwardProblem& p, const BackwardKeys& task,
     }
 }
 
-// bias gradient[row][key] += the gradient of the scores after step number `step`, in the order of rows and keys.
 template <typename T>
 static void backward_add_bias(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t step, const BiasGradient& to,
                               float* scratch) {
   const BackwardLayout l = backward_layout<T>(p);
   recompute<T>(p, task, rows, l, step, scratch);
-  const int64_t keys = task.key_end - task.key_begin;
   float* const column_sums = scratch + l.scores;  // probs are not needed
-  if (!to.row) memset(column_sums, 0, keys * 4);
+  memset(column_sums, 0, (task.key_end - task.key_begin) * 4);
   float whole = 0;
-  for (int64_t row = rows.row_begin; row < rows.row_end; row++) {
-    const float* d_scores = scratch + l.d_probs + (row - rows.row_begin) * GRADS_ROW;
-    float* at = to.data + row * to.row + task.key_begin * to.key;
-    if (to.key) {
-      for (int64_t key = 0; key < keys; key++) (to.row ? at[key * to.key] : column_sums[key]) += d_scores[key];
-      continue;
-    }
-    float sum = 0;
-    for (int64_t key = 0; key < keys; key++) sum += d_scores[key];
-    (to.row ? *at : whole) += sum;
-  }
-  if (to.row) return;
-  float* const at = to.data + task.key_begin * to.key;
-  if (!to.key) *at += whole;
-  for (int64_t key = 0; to.key && key < keys; key++) at[key * to.key] += column_sums[key];
-}
-
-// A row of fp32 sums, times factor, as a row of T.
-template <typename T>
-ATTNWORKS_INLINE void store_sums(const float* sums, int64_t dim, float factor, T* to) {
-  int64_t column = 0;
-  for (; column + W <= dim; column += W) store_from_float(to + column, mul(set1(factor), load(sums + column)));
-  if (column < dim) store_from_float_n(to + column, mul(set1(factor), load(sums + column)), dim - column);
+  add_bias_rows(task, to, rows.row_begin, rows.row_end, scratch + l.d_probs, column_sums, whole);
+  finish_bias(task, to, column_sums, whole);
 }
 
 template <typename T>
@@ -317,75 +212,5 @@ static void backward_store_keys(const BackwardProblem& p, const BackwardKeys& ta
     if (task.d_v) store_sums(scratch + l.d_v + at * l.sum_row_v, p.head_dim_v, 1.f, (T*)task.d_v + key * p.d_v.row);
   }
 }
-
-template <typename T>
-static void backward_store_d_q(const BackwardProblem& p, const BackwardRows& rows, bool any) {
-  const int64_t sum_row = round_up(p.head_dim, W);
-  for (int64_t row = rows.row_begin; row < rows.row_end; row++) {
-    T* to = (T*)rows.d_q + row * p.d_q.row;
-    if (any)
-      store_sums(rows.d_q_sum + row * sum_row, p.head_dim, p.scale, to);
-    else
-      memset((void*)to, 0, p.head_dim * sizeof(T));
-  }
-}
-
-template <typename T>
-static void backward_row_sums(const BackwardProblem& p, const BackwardRows& rows) {
-  for (int64_t row = rows.row_begin; row < rows.row_end; row++) {
-    const T *out = (const T*)rows.out + row * p.out.row, *d_out = (const T*)rows.d_out + row * p.d_out.row;
-    Vec sum = zero();
-    int64_t column = 0;
-    for (; column + W <= p.head_dim_v; column += W) sum = fma(load_as_float(out + column), load_as_float(d_out + column), sum);
-    const int left = (int)(p.head_dim_v - column);
-    if (left) sum = fma(load_as_float_n(out + column, left), load_as_float_n(d_out + column, left), sum);
-    const float lse = rows.lse[row * p.lse.row], d_lse = rows.d_lse ? rows.d_lse[row * p.lse.row] : 0.f;
-    const bool sees_nothing = lse == -INFINITY;
-    rows.shift[row] = sees_nothing ? INFINITY : p.modifiers.count ? lse : lse * LOG2E;
-    rows.delta[row] = sees_nothing ? 0.f : reduce_add(sum) - d_lse;
-  }
-}
-
-// ---- by dtype --------------------------------------------------------------------------------------------------------
-
-#define ATTNWORKS_BY_DTYPE(dtype, call)                  \
-  switch (dtype) {                                       \
-    case DType::float32: { using T = float; call; break; }  \
-    case DType::bfloat16: { using T = bf16; call; break; }  \
-    case DType::float16: { using T = fp16; call; break; }   \
-  }
-
-static size_t backward_scratch(const BackwardProblem& p) {
-  ATTNWORKS_BY_DTYPE(p.dtype, return backward_layout<T>(p).size * 4)
-  return 0;
-}
-static int64_t backward_d_q_sum_row(const BackwardProblem& p) { return round_up(p.head_dim, W); }
-static void backward_row_sums(const BackwardProblem& p, const BackwardRows& rows) {
-  ATTNWORKS_BY_DTYPE(p.dtype, backward_row_sums<T>(p, rows))
-}
-static void backward_begin(const BackwardProblem& p, const BackwardKeys& task, void* scratch) {
-  ATTNWORKS_BY_DTYPE(p.dtype, backward_begin<T>(p, task, (float*)scratch))
-}
-static void backward_add_rows(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, void* scratch) {
-  ATTNWORKS_BY_DTYPE(p.dtype, backward_add_rows<T>(p, task, rows, (float*)scratch))
-}
-static void backward_add_d_q(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, bool first, void* scratch) {
-  ATTNWORKS_BY_DTYPE(p.dtype, backward_add_d_q<T>(p, task, rows, first, (float*)scratch))
-}
-static void backward_store_keys(const BackwardProblem& p, const BackwardKeys& task, void* scratch) {
-  ATTNWORKS_BY_DTYPE(p.dtype, backward_store_keys<T>(p, task, (float*)scratch))
-}
-static void backward_add_bias(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t step, const BiasGradient& to,
-                              void* scratch) {
-  ATTNWORKS_BY_DTYPE(p.dtype, backward_add_bias<T>(p, task, rows, step, to, (float*)scratch))
-}
-static void backward_store_d_q(const BackwardProblem& p, const BackwardRows& rows, bool any) {
-  ATTNWORKS_BY_DTYPE(p.dtype, backward_store_d_q<T>(p, rows, any))
-}
-#undef ATTNWORKS_BY_DTYPE
-
-constexpr BackwardKernels backward_kernels = {backward_scratch,  backward_d_q_sum_row, backward_row_sums,   backward_begin,
-                                              backward_add_rows, backward_add_d_q,     backward_store_keys, backward_store_d_q,
-                                              backward_add_bias};
 
 }  // namespace attnworks::ATTNWORKS_ISA

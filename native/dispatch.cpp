@@ -97,6 +97,12 @@ std::vector<std::string> supported_isas() {
   return names;
 }
 
+const Kernels& kernels_without_tiles() {
+  for (const Entry& entry : entries())
+    if (entry.supported && !entry.kernels->has_outliers) return *entry.kernels;
+  throw std::logic_error("this build has no kernels without tiles");
+}
+
 const Kernels& kernels_for(const std::string& isa) {
   std::string supported;
   for (const Entry& entry : entries()) {

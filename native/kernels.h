@@ -3,9 +3,12 @@
 #include "exp2.h"
 #include "forward.h"
 #include "decode.h"
-#ifndef ATTNWORKS_AMX
+#ifdef ATTNWORKS_AMX
+#include "backward_tiles.h"
+#else
 #include "backward.h"
 #endif
+#include "backward_kernels.h"
 #include "measure.h"
 
 namespace attnworks::ATTNWORKS_ISA {
@@ -13,12 +16,18 @@ namespace attnworks::ATTNWORKS_ISA {
 #define ATTNWORKS_STRING_(x) #x
 #define ATTNWORKS_STRING(x) ATTNWORKS_STRING_(x)
 
-#ifdef ATTNWORKS_AMX
-constexpr BackwardKernels backward_kernels = {};
-#endif
-
 extern const Kernels kernels;
-const Kernels kernels = {ATTNWORKS_STRING(ATTNWORKS_ISA), forward_scratch, forward,          decode_scratch, decode_partial,
-                         decode_split,                    decode_merge,    backward_kernels, flops,          read};
+const Kernels kernels = {ATTNWORKS_STRING(ATTNWORKS_ISA),
+                         in_tiles ? 32 : 12,
+                         forward_scratch,
+                         forward,
+                         decode_scratch,
+                         decode_partial,
+                         decode_split,
+                         decode_merge,
+                         backward_kernels,
+                         in_tiles ? has_outliers : nullptr,
+                         flops,
+                         read};
 
 }  // namespace attnworks::ATTNWORKS_ISA

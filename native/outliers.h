@@ -21,6 +21,21 @@ static bool mark_outliers(const T* x, int64_t stride, int64_t rows, int64_t dim,
   return any;
 }
 
+static bool has_outliers(DType dtype, const void* rows, int64_t stride, int64_t count, int64_t dim) {
+  const auto any = [&](auto* x) {
+    for (int64_t row = 0; row < count; row++)
+      for (int64_t at = 0; at < dim; at += W)
+        if (any_outlier(load_floats(x + row * stride, at, dim))) return true;
+    return false;
+  };
+  switch (dtype) {
+    case DType::float32: return any((const float*)rows);
+    case DType::float16: return any((const fp16*)rows);
+    case DType::bfloat16: return false;  // is one piece
+  }
+  return false;
+}
+
 // sum of factor * a[i] * b[i]
 template <typename T>
 static float plain_product(const T* a, const T* b, int64_t dim, float factor) {

@@ -29,11 +29,11 @@ ForwardTask head_task(const ForwardProblem& p, const Operands& x, int64_t batch,
 // Query rows per task: tile_q, or less where that would leave threads idle. Many rows share the cost of packing K and V, few keep the
 // threads busy to the end, for which unequal tasks (causal, a map) must be more. tile_q changes no result; with a map it is a multiple of
 // that one's tiles, so that a micro-block lies in one of them, the same whatever the tasks.
-int64_t rows_per_task(const ForwardProblem& p, int64_t rows, bool mapped, int threads) {
-  const int64_t unit = mapped ? MAP_ROWS : MICRO_ROWS;
+int64_t rows_per_task(const Kernels& kernels, const ForwardProblem& p, int64_t rows, bool mapped, int threads) {
+  const int64_t unit = mapped ? MAP_ROWS : kernels.micro_rows;
   const int64_t asked = std::clamp<int64_t>(p.tile_q, 1, MAX_TILE_Q), most = mapped ? std::max(asked / unit, int64_t(1)) * unit : asked;
   if (threads <= 1) return most;
-  const int64_t tasks_per_thread = mapped || p.bounds.right < p.seq_kv ? 4 : 2, grain = mapped ? unit : 4 * unit;
+  const int64_t tasks_per_thread = mapped || p.bounds.right < p.seq_kv ? 4 : 2, grain = mapped ? unit : ceil_div(48, unit) * unit;
   const int64_t fair = ceil_div(ceil_div(rows, tasks_per_thread * threads), grain) * grain;
   const int64_t longest = std::max<int64_t>(p.seq_q, 1), blocks = ceil_div(longest, std::min(most, fair));
   return std::min(most, ceil_div(ceil_div(longest, blocks), unit) * unit);  // equal blocks
@@ -59,7 +59,7 @@ void run_forward(const Kernels& kernels, const ForwardProblem& problem, const Op
   const int64_t heads = p.batch * p.heads_q;
   if (heads == 0 || p.seq_q == 0) return;
   threads = worth_threads(multiply_adds(p, (double)heads * p.seq_q), threads);
-  p.tile_q = rows_per_task(p, heads * p.seq_q, x.modifiers.places, threads);
+  p.tile_q = rows_per_task(kernels, p, heads * p.seq_q, x.modifiers.places, threads);
   const int64_t blocks = ceil_div(p.seq_q, p.tile_q);
   for_each_task(heads * blocks, threads, [&](int64_t task) {
     const int64_t head = task / blocks;
@@ -73,7 +73,7 @@ void run_forward_varlen(const Kernels& kernels, const ForwardProblem& problem, c
   p.q.batch = p.k.batch = p.v.batch = p.out.batch = p.lse.batch = 0;
   const int64_t rows = p.heads_q * cu_seqlens_q[p.batch];
   threads = worth_threads(multiply_adds(p, (double)rows), threads);
-  p.tile_q = rows_per_task(p, rows, x.modifiers.places, threads);
+  p.tile_q = rows_per_task(kernels, p, rows, x.modifiers.places, threads);
   std::vector<int64_t> first_task(p.batch + 1, 0);
   for (int64_t b = 0; b < p.batch; b++)
     first_task[b + 1] = first_task[b] + p.heads_q * ceil_div(cu_seqlens_q[b + 1] - cu_seqlens_q[b], p.tile_q);

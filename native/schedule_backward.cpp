@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "dispatch.h"
 #include "parallel.h"
 #include "schedule.h"
 #include "schedule_parts.h"
@@ -40,8 +41,13 @@ struct Tiles {
 class Backward {
  public:
   Backward(const Kernels& kernels, const BackwardProblem& problem, const BackwardOperands& x, const int64_t* cu_q, const int64_t* cu_kv)
-      : kernels(kernels.backward), p(problem), x(x), group(p.heads_q / p.heads_kv), sum_row(this->kernels.d_q_sum_row(p)) {
-    p.tile_q = ceil_div(std::clamp<int64_t>(p.tile_q, 1, MAX_BACKWARD_TILE_Q), MICRO_ROWS) * MICRO_ROWS;
+      : kernels(kernels.backward),
+        micro_rows(kernels.micro_rows),
+        p(problem),
+        x(x),
+        group(p.heads_q / p.heads_kv),
+        sum_row(this->kernels.d_q_sum_row(p)) {
+    p.tile_q = in_micro_blocks(std::clamp<int64_t>(p.tile_q, 1, MAX_BACKWARD_TILE_Q));
     p.tile_kv = std::clamp<int64_t>(p.tile_kv, 1, MAX_BACKWARD_TILE_KV);
     if (x.modifiers.places) {
       p.tile_q = MAP_ROWS;
@@ -52,6 +58,25 @@ class Backward {
     delta.reset(new float[rows]);
     if (x.d_q) d_q_sum.reset(new float[rows * sum_row]);
     turns = std::vector<std::atomic<int64_t>>(turn_count);
+  }
+
+  // Whether q, k, v or d_out has elements that these kernels can't multiply.
+  bool has_outliers(const Kernels& kernels, int threads) const {
+    std::atomic<bool> found{false};
+    for_each_task((int64_t)sequences.size() * p.heads_q, threads, [&](int64_t task) {
+      if (found) return;
+      const Sequence& s = sequences[task / p.heads_q];
+      const int64_t head = task % p.heads_q;
+      const BackwardRows r = head_rows(s, head);
+      const BackwardKeys k = head_keys(s, head / group, 0);
+      const auto any = [&](const void* rows, const Strides& strides, int64_t count, int64_t dim) {
+        return kernels.has_outliers(p.dtype, rows, strides.row, count, dim);
+      };
+      if (any(r.q, p.q, s.seq_q, p.head_dim) || any(r.d_out, p.d_out, s.seq_q, p.head_dim_v) ||
+          (head % group == 0 && (any(k.k, p.k, s.seq_kv, p.head_dim) || any(k.v, p.v, s.seq_kv, p.head_dim_v))))
+        found = true;
+    });
+    return found;
   }
 
   void run(int threads) {
@@ -72,6 +97,8 @@ class Backward {
   }
 
  private:
+  int64_t in_micro_blocks(int64_t rows) const { return ceil_div(rows, micro_rows) * micro_rows; }
+
   void add_sequences(const int64_t* cu_q, const int64_t* cu_kv) {
     for (int64_t b = 0; b < p.batch; b++) {
       Sequence s = {};
@@ -87,7 +114,7 @@ class Backward {
         s.seq_kv = p.seq_kv;
       }
       s.shift = p.bounds.shift(s.seq_q, s.seq_kv);
-      s.padded = ceil_div(s.seq_q, MICRO_ROWS) * MICRO_ROWS;
+      s.padded = in_micro_blocks(s.seq_q);
       s.row_tiles = ceil_div(s.seq_q, p.tile_q);
       s.key_tiles = ceil_div(s.seq_kv, p.tile_kv);
       s.first_row = rows;
@@ -182,7 +209,7 @@ class Backward {
         if (any)
           kernels.add_d_q(p, keys, r, task.key_tile == tiles.first, scratch);
         else if (task.key_tile == tiles.first)
-          memset(r.d_q_sum + r.row_begin * sum_row, 0, (ceil_div(r.row_end, MICRO_ROWS) * MICRO_ROWS - r.row_begin) * sum_row * 4);
+          memset(r.d_q_sum + r.row_begin * sum_row, 0, (in_micro_blocks(r.row_end) - r.row_begin) * sum_row * 4);
         if (task.key_tile == tiles.last) kernels.store_d_q(p, r, true);
         turn.store(task.key_tile - tiles.first + 1, std::memory_order_release);
       }
@@ -244,6 +271,7 @@ class Backward {
   }
 
   const BackwardKernels& kernels;
+  const int64_t micro_rows;
   BackwardProblem p;
   const BackwardOperands x;
   const int64_t group, sum_row;
@@ -258,6 +286,9 @@ class Backward {
 
 void run_backward(const Kernels& kernels, const BackwardProblem& problem, const BackwardOperands& x, const int64_t* cu_seqlens_q,
                   const int64_t* cu_seqlens_kv, int threads) {
+  if (kernels.has_outliers && problem.dtype != DType::bfloat16 &&
+      Backward(kernels, problem, x, cu_seqlens_q, cu_seqlens_kv).has_outliers(kernels, threads))
+    return Backward(kernels_without_tiles(), problem, x, cu_seqlens_q, cu_seqlens_kv).run(threads);
   Backward(kernels, problem, x, cu_seqlens_q, cu_seqlens_kv).run(threads);
 }
 

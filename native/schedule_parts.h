@@ -9,8 +9,6 @@
 
 namespace attnworks {
 
-constexpr int64_t MICRO_ROWS = 12;  // a multiple of every kernel's micro-block
-
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t element_size(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 

@@ -89,17 +89,20 @@ ATTNWORKS_INLINE void split(Vec x, Vec (&pieces)[N]) {
     }
   }
 }
-// The pieces of two vectors, as pairs (x[i], y[i]). A single piece is rounded.
+// The same, a single piece rounded.
+template <int N, bool FINITE>
+ATTNWORKS_INLINE void split_rounded(Vec x, Vec (&pieces)[N]) {
+  if constexpr (N == 1)
+    pieces[0] = to_nearest(x);
+  else
+    split<N, FINITE>(x, pieces);
+}
+// The pieces of two vectors, as pairs (x[i], y[i]).
 template <int N, bool FINITE>
 ATTNWORKS_INLINE void split_pairs(Vec x, Vec y, Vec (&pairs)[N]) {
   Vec a[N], b[N];
-  if constexpr (N == 1) {
-    a[0] = to_nearest(x);
-    b[0] = to_nearest(y);
-  } else {
-    split<N, FINITE>(x, a);
-    split<N, FINITE>(y, b);
-  }
+  split_rounded<N, FINITE>(x, a);
+  split_rounded<N, FINITE>(y, b);
 #pragma GCC unroll 4
   for (int n = 0; n < N; n++) pairs[n] = pair_halves(a[n], b[n]);
 }

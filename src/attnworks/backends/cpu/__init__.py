@@ -199,8 +199,6 @@ def prepare_backward(problem: Problem, plan: Plan) -> BackwardLauncher:
     from attnworks.backends.cpu.gradients import Backward  # with the first call whose inputs require grad
 
     isa = plan.isa or isas()[0]
-    if isa == "amx_bf16":
-        isa = "avx512_bf16"  # the backward has no products of whole tiles
     tile_q, tile_kv = BACKWARD_TILES
     tiled = Plan(NAME, "tiled", tile_q=tile_q, tile_kv=tile_kv, isa=isa)
     modifiers = Modifiers(problem, _native)
