@@ -6,7 +6,7 @@
 
 namespace attnworks::ATTNWORKS_ISA {
 
-constexpr int BACKWARD_ROWS = 32;  // that are worked on at once, while their scores stay in the nearest caches
+constexpr int BACKWARD_ROWS = 32;  // of a micro-block
 constexpr int SCORE_PAIRS_ROW = MAX_BACKWARD_TILE_KV / 2 + W;  // pairs of a row of dS
 
 // How a tile lies in scratch; offsets in floats. Of each region but the sums and scores there are PIECES.
@@ -21,7 +21,7 @@ struct TiledBackwardLayout {
   int64_t q_turned, d_out_turned;  // rows of dim (dim_v), of row_pairs each
   int64_t probs, d_scores;       // panels of keys, of row_pairs each
   int64_t d_score_rows;          // rows of pairs of keys
-  int64_t scores, d_probs;       // of BACKWARD_ROWS rows, in fp32
+  int64_t scores, d_probs;       // in fp32
   int64_t d_k, d_v;              // turned over: rows of dim (dim_v), of tile_kv keys
   int64_t column_sums, size;
   int64_t k_piece, v_piece, k_columns_piece, q_piece, d_out_piece, q_turned_piece, d_out_turned_piece, probs_piece, rows_piece;
@@ -65,8 +65,8 @@ static TiledBackwardLayout backward_layout(const BackwardProblem& p) {
   l.probs = region(N * l.probs_piece);
   l.d_scores = region(N * l.probs_piece);
   l.d_score_rows = region(N * l.rows_piece);
-  l.scores = region(BACKWARD_ROWS * GRADS_ROW + W) + W;  // zero_outside may begin less than W before a row
-  l.d_probs = region(BACKWARD_ROWS * GRADS_ROW + W) + W;
+  l.scores = region(l.tile_q * GRADS_ROW + W) + W;  // zero_outside may begin less than W before a row
+  l.d_probs = region(l.tile_q * GRADS_ROW + W) + W;
   l.d_k = region(l.dim * l.tile_kv);
   l.d_v = region(l.dim_v * l.tile_kv);
   l.column_sums = region(l.tile_kv);
@@ -104,12 +104,12 @@ ATTNWORKS_INLINE Keys panels_of(const VisibleKeys& visible, const BackwardKeys& 
   return {keys.begin / PANEL * PANEL, keys.begin < keys.end ? round_up(keys.end, PANEL) : 0};
 }
 
-// Probs and d_scores of BACKWARD_ROWS rows between the keys, as pairs: of (row, row + 16) for sums over rows, d_scores of (key, key + 16) too.
+// Probs and d_scores of the micro-block that begins at row `block` of the tile, between the keys, as pairs: of (row, row + 16) for sums over rows, d_scores of (key, key + 16) too.
 template <typename T>
 static void pack_gradients(const TiledBackwardLayout& l, int64_t block, Keys keys, float* scratch) {
   constexpr int N = PIECES<T>;
   for (int64_t r = 0; r < W; r++) {
-    const float *probs = scratch + l.scores + r * GRADS_ROW, *d_scores = scratch + l.d_probs + r * GRADS_ROW;
+    const float *probs = scratch + l.scores + (block + r) * GRADS_ROW, *d_scores = scratch + l.d_probs + (block + r) * GRADS_ROW;
     float* to_rows = scratch + l.d_score_rows + (block + r) * SCORE_PAIRS_ROW;
     for (int64_t key = keys.begin; key < keys.end; key += PANEL) {
       const int64_t at = key / PANEL * l.probs_panel + (block / 2 + r) * PANEL;
@@ -134,15 +134,24 @@ static void pack_gradients(const TiledBackwardLayout& l, int64_t block, Keys key
   }
 }
 
-// scores = a b for BACKWARD_ROWS rows and the panels of keys that a map shows.
+// to[rows][keys] = a b, where a micro-block of rows sees anything of a panel of keys. The panel stays in the L1 cache.
 template <typename T>
-ATTNWORKS_INLINE void multiply_panels(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, Keys keys, int64_t units,
-                                      Pieces a, const float* b, int64_t b_piece, float* scores) {
-  for (int64_t key = keys.begin; key < keys.end; key += PANEL)
-    if (shows(p, task, rows, key)) tile_product<PIECES<T>, SCORE_PRODUCTS<T>, false>(units, a, b + key * units, b_piece, scores + key, GRADS_ROW);
+static void multiply_tiles(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, int64_t units, Pieces a, const float* b,
+                           int64_t b_piece, float* to) {
+  const VisibleKeys visible = visible_keys(p, task);
+  for (int64_t key = 0; key < task.key_end - task.key_begin; key += PANEL) {
+    if (!shows(p, task, rows, key)) continue;
+    for (int64_t row = rows.row_begin; row < rows.row_end; row += BACKWARD_ROWS) {
+      const Keys keys = panels_of(visible, task, rows, row);
+      const int64_t block = row - rows.row_begin;
+      if (keys.begin <= key && key < keys.end)
+        tile_product<PIECES<T>, SCORE_PRODUCTS<T>, false>(units, {a.data + block * units, units, a.piece}, b + key * units, b_piece,
+                                                          to + block * GRADS_ROW + key, GRADS_ROW);
+    }
+  }
 }
 
-// Probs and d_scores of a tile in fp32, block by block of rows: use(first row, last row, keys) sees them.
+// Probs and d_scores of a tile in fp32, micro-block by micro-block: use(first row, keys) sees them.
 template <typename T, typename Use>
 static void recompute(const BackwardProblem& p, const BackwardKeys& task, const BackwardRows& rows, const TiledBackwardLayout& l, int64_t after,
                       float* scratch, Use use) {
@@ -151,16 +160,15 @@ static void recompute(const BackwardProblem& p, const BackwardKeys& task, const 
   const float factor = p.modifiers.count ? p.scale : p.scale * LOG2E;  // as in the forward
   pack_q(q, p.q.row, count, p.head_dim, factor, scratch + l.q, l.q_piece);
   pack_q(d_out, p.d_out.row, count, p.head_dim_v, 1.f, scratch + l.d_out, l.d_out_piece);
+  multiply_tiles<T>(p, task, rows, l.units, {scratch + l.q, l.units, l.q_piece}, scratch + l.k, l.k_piece, scratch + l.scores);
+  multiply_tiles<T>(p, task, rows, l.units_v, {scratch + l.d_out, l.units_v, l.d_out_piece}, scratch + l.v, l.v_piece, scratch + l.d_probs);
   const VisibleKeys visible = visible_keys(p, task);
   for (int64_t row = rows.row_begin; row < rows.row_end; row += BACKWARD_ROWS) {
-    const int64_t block = row - rows.row_begin;
     const Keys keys = panels_of(visible, task, rows, row);
-    float *scores = scratch + l.scores, *d_probs = scratch + l.d_probs;
-    multiply_panels<T>(p, task, rows, keys, l.units, {scratch + l.q + block * l.units, l.units, l.q_piece}, scratch + l.k, l.k_piece, scores);
-    multiply_panels<T>(p, task, rows, keys, l.units_v, {scratch + l.d_out + block * l.units_v, l.units_v, l.d_out_piece}, scratch + l.v,
-                       l.v_piece, d_probs);
-    rows_gradients<T>(p, task, rows, row, row + BACKWARD_ROWS, keys.begin, keys.end, factor, after, scores, d_probs);
-    use(row, smaller(row + BACKWARD_ROWS, rows.row_end), keys);
+    const int64_t at = (row - rows.row_begin) * GRADS_ROW;
+    rows_gradients<T>(p, task, rows, row, row + BACKWARD_ROWS, keys.begin, keys.end, factor, after, scratch + l.scores + at,
+                      scratch + l.d_probs + at);
+    use(row, keys);
   }
 }
 
@@ -210,7 +218,7 @@ static void backward_add_rows(const BackwardProblem& p, const BackwardKeys& task
   if (task.d_k) pack_turned(q, p.q.row, count, p.head_dim, scratch + l.q_turned, l.row_pairs, l.q_turned_piece);
   if (task.d_v) pack_turned(d_out, p.d_out.row, count, p.head_dim_v, scratch + l.d_out_turned, l.row_pairs, l.d_out_turned_piece);
   recompute<T>(p, task, rows, l, -1, scratch,
-               [&](int64_t first, int64_t, Keys keys) { pack_gradients<T>(l, first - rows.row_begin, keys, scratch); });
+               [&](int64_t first, Keys keys) { pack_gradients<T>(l, first - rows.row_begin, keys, scratch); });
   if (task.d_v)
     add_to_keys<T>(p, task, rows, l, scratch + l.d_out_turned, l.d_out_turned_piece, p.head_dim_v, scratch + l.probs, scratch + l.d_v);
   if (task.d_k) add_to_keys<T>(p, task, rows, l, scratch + l.q_turned, l.q_turned_piece, p.head_dim, scratch + l.d_scores, scratch + l.d_k);
@@ -223,25 +231,24 @@ static void backward_add_d_q(const BackwardProblem& p, const BackwardKeys& task,
   const TiledBackwardLayout l = backward_layout<T>(p);
   const VisibleKeys visible = visible_keys(p, task);
   const int64_t sum_row = d_q_sum_row(p);
-  for (int64_t row = rows.row_begin; row < rows.row_end; row += BACKWARD_ROWS) {
-    const Keys keys = panels_of(visible, task, rows, row);
-    bool none = first;
-    for (int64_t begin = keys.begin, end; begin < keys.end || none; begin = end) {  // runs of keys that a map shows
-      while (begin < keys.end && !shows(p, task, rows, begin)) begin += PANEL;
-      for (end = begin; end < keys.end && shows(p, task, rows, end);) end += PANEL;
-      if (begin >= end && !none) break;
-      const Pieces d_scores = {scratch + l.d_score_rows + (row - rows.row_begin) * SCORE_PAIRS_ROW + begin / 2, SCORE_PAIRS_ROW, l.rows_piece};
-      for (int64_t column = 0; column < p.head_dim; column += PANEL) {
+  for (int64_t column = 0; column < p.head_dim; column += PANEL)
+    for (int64_t row = rows.row_begin; row < rows.row_end; row += BACKWARD_ROWS) {
+      const Keys keys = panels_of(visible, task, rows, row);
+      float* sum = rows.d_q_sum + row * sum_row + column;
+      bool none = first;
+      for (int64_t begin = keys.begin, end; begin < keys.end || none; begin = end) {  // runs of keys that a map shows
+        while (begin < keys.end && !shows(p, task, rows, begin)) begin += PANEL;
+        for (end = begin; end < keys.end && shows(p, task, rows, end);) end += PANEL;
+        if (begin >= end && !none) break;
+        const Pieces d_scores = {scratch + l.d_score_rows + (row - rows.row_begin) * SCORE_PAIRS_ROW + begin / 2, SCORE_PAIRS_ROW, l.rows_piece};
         const float* k = scratch + l.k_columns + column / PANEL * l.k_panel + begin / 2 * PANEL;
-        float* sum = rows.d_q_sum + row * sum_row + column;
         if (none)
           tile_product<N, N - 1, false>((end - begin) / 2, d_scores, k, l.k_columns_piece, sum, sum_row);
         else
           tile_product<N, N - 1, true>((end - begin) / 2, d_scores, k, l.k_columns_piece, sum, sum_row);
+        none = false;
       }
-      none = false;
     }
-  }
 }
 
 template <typename T>
@@ -253,9 +260,11 @@ static void backward_add_bias(const BackwardProblem& p, const BackwardKeys& task
   float* const column_sums = scratch + l.column_sums;
   memset(column_sums, 0, keys * 4);
   float whole = 0;
-  recompute<T>(p, task, rows, l, step, scratch, [&](int64_t first, int64_t last, Keys seen) {
-    for (int64_t r = 0; r < last - first; r++) zero_outside(scratch + l.d_probs + r * GRADS_ROW, 0, keys, seen.begin, seen.end);
-    add_bias_rows(task, to, first, last, scratch + l.d_probs, column_sums, whole);
+  recompute<T>(p, task, rows, l, step, scratch, [&](int64_t first, Keys seen) {
+    float* d_scores = scratch + l.d_probs + (first - rows.row_begin) * GRADS_ROW;
+    const int64_t last = smaller(first + BACKWARD_ROWS, rows.row_end);
+    for (int64_t r = 0; r < last - first; r++) zero_outside(d_scores + r * GRADS_ROW, 0, keys, seen.begin, seen.end);
+    add_bias_rows(task, to, first, last, d_scores, column_sums, whole);
   });
   finish_bias(task, to, column_sums, whole);
 }
