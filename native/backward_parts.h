@@ -12,7 +12,7 @@ constexpr int GRADS_ROW = MAX_BACKWARD_TILE_KV + 3 * W;
 
 // Whether scores come as plain products, which take the factor with their first step.
 template <typename T>
-constexpr bool plain_products = in_tiles && PIECES<T> <= 2;
+constexpr bool plain_products = in_tiles && !scales_q<T>;
 
 // Scores and d_probs become probs and d_scores in place, in whole vectors. `shift` in the scores' units: natural ones with STEPS, else base 2.
 template <typename T, bool STEPS>

@@ -40,15 +40,18 @@ template <typename T>
 ATTNWORKS_INLINE Vec load_floats(const T* row, int64_t at, int64_t dim) {
   return at >= dim ? zero() : dim - at >= W ? load_as_float(row + at) : load_as_float_n(row + at, (int)(dim - at));
 }
-// load_units for tiles: all pieces, of elements times `factor` if there are more than two, which then can take what rounding leaves of the
-// product. Pairs are of neighbours in bf16, of elements W apart in wider types.
+// Whether q in tiles carries the factor of the scores: its pieces must have room for all of the product.
+template <typename T>
+constexpr bool scales_q = PIECES<T> > 2;
+// load_units for tiles: all pieces, of elements times `factor` if they have room for it. Pairs are of neighbours in bf16, of elements W apart in
+// wider types.
 template <typename T>
 ATTNWORKS_INLINE void load_pieces(const T* row, int64_t at, int64_t dim, float factor, Vec (&pieces)[PIECES<T>]) {
   if constexpr (in_pairs<T>) {
     pieces[0] = load_units(row, at, dim);
   } else {
     Vec first = load_floats(row, 2 * at, dim), second = load_floats(row, 2 * at + W, dim);
-    if (PIECES<T> > 2) first = mul(first, set1(factor)), second = mul(second, set1(factor));
+    if (scales_q<T>) first = mul(first, set1(factor)), second = mul(second, set1(factor));
     split_pairs<PIECES<T>, false>(first, second, pieces);
   }
 }

@@ -41,7 +41,8 @@ struct Tiles {
 class Backward {
  public:
   Backward(const Kernels& kernels, const BackwardProblem& problem, const BackwardOperands& x, const int64_t* cu_q, const int64_t* cu_kv)
-      : kernels(kernels.backward),
+      : all(kernels),
+        kernels(kernels.backward),
         micro_rows(kernels.micro_rows),
         p(problem),
         x(x),
@@ -61,7 +62,8 @@ class Backward {
   }
 
   // Whether q, k, v or d_out has elements that these kernels can't multiply.
-  bool has_outliers(const Kernels& kernels, int threads) const {
+  bool has_outliers(int threads) const {
+    if (!all.has_outliers || p.dtype == DType::bfloat16) return false;  // bf16 is one piece
     std::atomic<bool> found{false};
     for_each_task((int64_t)sequences.size() * p.heads_q, threads, [&](int64_t task) {
       if (found) return;
@@ -70,7 +72,7 @@ class Backward {
       const BackwardRows r = head_rows(s, head);
       const BackwardKeys k = head_keys(s, head / group, 0);
       const auto any = [&](const void* rows, const Strides& strides, int64_t count, int64_t dim) {
-        return kernels.has_outliers(p.dtype, rows, strides.row, count, dim);
+        return all.has_outliers(p.dtype, rows, strides.row, count, dim);
       };
       if (any(r.q, p.q, s.seq_q, p.head_dim) || any(r.d_out, p.d_out, s.seq_q, p.head_dim_v) ||
           (head % group == 0 && (any(k.k, p.k, s.seq_kv, p.head_dim) || any(k.v, p.v, s.seq_kv, p.head_dim_v))))
@@ -270,6 +272,7 @@ class Backward {
     return true;
   }
 
+  const Kernels& all;
   const BackwardKernels& kernels;
   const int64_t micro_rows;
   BackwardProblem p;
@@ -286,10 +289,9 @@ class Backward {
 
 void run_backward(const Kernels& kernels, const BackwardProblem& problem, const BackwardOperands& x, const int64_t* cu_seqlens_q,
                   const int64_t* cu_seqlens_kv, int threads) {
-  if (kernels.has_outliers && problem.dtype != DType::bfloat16 &&
-      Backward(kernels, problem, x, cu_seqlens_q, cu_seqlens_kv).has_outliers(kernels, threads))
-    return Backward(kernels_without_tiles(), problem, x, cu_seqlens_q, cu_seqlens_kv).run(threads);
-  Backward(kernels, problem, x, cu_seqlens_q, cu_seqlens_kv).run(threads);
+  Backward backward(kernels, problem, x, cu_seqlens_q, cu_seqlens_kv);
+  if (backward.has_outliers(threads)) return Backward(kernels_without_tiles(), problem, x, cu_seqlens_q, cu_seqlens_kv).run(threads);
+  backward.run(threads);
 }
 
 }  // namespace attnworks
