@@ -31,6 +31,12 @@ from workbench.held_out_kernels import (
     second,
     second_backward,
     second_packed,
+    sixth,
+    sixth_backward,
+    sixth_caches,
+    sixth_packed,
+    sixth_right,
+    sixth_scores,
     third,
     third_backward,
     third_caches,
@@ -39,7 +45,7 @@ from workbench.held_out_kernels import (
 )
 from workbench.held_out_kernels.causes import CAUSES
 
-__all__ = ["CAUSES", "FIFTH", "FOURTH", "SECOND", "SUBJECTS", "THIRD", "HeldOut"]
+__all__ = ["CAUSES", "FIFTH", "FOURTH", "SECOND", "SIXTH", "SUBJECTS", "THIRD", "HeldOut"]
 
 
 @dataclass(frozen=True)
@@ -475,3 +481,68 @@ FIFTH: list[HeldOut] = [
 ]
 """A fifth set, from what ports and tunings got wrong in public repositories, for what was changed in sight of the sets
 before it; all of it is right inside ``third.repaired()``."""
+
+SIXTH: list[HeldOut] = [
+    # Masks, rows, heads.
+    _held_out(sixth.diagonal_of_padded_lengths, "flash", "causal origin wrong"),
+    _held_out(sixth.one_bound_for_four_rows, "flash", "one causal bound for several rows"),
+    _held_out(sixth.four_keys_at_once, "flash", "tail dropped"),
+    _held_out(sixth.heads_by_a_shift, "flash", "wrong GQA head map"),
+    _held_out(sixth.queries_between_packed_tiles, "flash", "rows between tiles left out"),
+    _held_out(sixth.buffer_not_yet_refilled, "flash", "race"),
+    _held_out(sixth_scores.zero_is_no_window, "flash", "window left end ignored"),
+    _held_out(sixth_scores.window_held_to_the_keys, "flash", "window cut short"),
+    _held_out(sixth_scores.open_end_is_a_number, "flash", "open end taken for a number"),
+    # The running softmax and its LSE.
+    _held_out(sixth.maximum_before_the_mask, "flash", "maximum over hidden keys"),
+    _held_out(sixth.one_warp_has_the_sum, "flash", "sum lacks keys"),
+    _held_out(sixth.exponent_runs_over, "flash", "exponentials do not vanish"),
+    _held_out(sixth.state_of_the_rows_before, "flash", "state of other rows"),
+    _held_out(sixth.lse_of_the_newest_maximum, "flash", "LSE with another maximum"),
+    _held_out(sixth.lse_of_smoothed_keys, "flash", "LSE of shifted scores"),
+    # Scores, tensors, strides.
+    _held_out(sixth_scores.not_positive_is_not_given, "flash", "scale argument ignored"),
+    _held_out(sixth_scores.capped_twice, "flash", "softcap twice"),
+    _held_out(sixth_scores.slope_times_key_in_the_lse, "flash", "LSE of shifted scores"),
+    _held_out(sixth_scores.bits_from_the_other_end, "sdpa", "mask's keys in another order"),
+    _held_out(sixth_scores.first_row_speaks_for_the_tile, "sdpa", "visible tiles of a mask skipped"),
+    _held_out(sixth_scores.bias_of_the_running_number, "sdpa", "mask or bias broadcast wrong"),
+    _held_out(sixth_scores.values_by_the_strides_of_keys, "flash", "V by K's strides"),
+    _held_out(sixth_scores.sink_in_natural_units, "flash", "sink in another unit"),
+    _held_out(sixth_scores.sink_needs_a_key, "flash", "sink lost without keys"),
+    # Backward.
+    _held_out(sixth_backward.backward_has_its_own_scale, "flash", "scale argument ignored in backward"),
+    _held_out(sixth_backward.delta_of_the_accumulator, "flash", "delta wrong"),
+    _held_out(sixth_backward.cotangent_added, "flash", "LSE cotangent's sign"),
+    _held_out(sixth_backward.first_chunk_again, "flash", "backward with another tile's keys"),
+    _held_out(sixth_backward.rows_end_at_the_first_key, "flash", "dK, dV miss tiles"),
+    _held_out(sixth_backward.backward_without_the_sink, "flash", "P from another LSE"),
+    _held_out(sixth_backward.d_out_as_if_contiguous, "sdpa", "strides ignored in backward"),
+    # Packed sequences.
+    _held_out(sixth_packed.whole_tiles_last_sequence_first, "flash_varlen", "output in another place"),
+    _held_out(sixth_packed.values_from_aligned_offsets, "flash_varlen", "key offsets wrong"),
+    _held_out(sixth_packed.no_queries_no_gradients, "flash_varlen", "gradients not written"),
+    # Caches.
+    _held_out(sixth_caches.append_wraps_in_its_page, "flash_kvcache", "new keys in the wrong slot"),
+    _held_out(sixth_caches.new_keys_of_the_first, "flash_kvcache", "new keys of another sequence"),
+    _held_out(sixth_caches.window_slice_of_the_longest, "flash_kvcache", "window loop begins late"),
+    _held_out(sixth_caches.small_pages_padded_to_tiles, "flash_kvcache", "tail not masked"),
+    _held_out(sixth_caches.table_of_sixteens, "flash_kvcache", "wrong page"),
+    _held_out(sixth_caches.partial_outputs_in_half, "flash_kvcache", "low-precision accumulation"),
+    _held_out(sixth_caches.splits_without_keys_weigh, "flash_kvcache", "empty splits have weight"),
+    _held_out(sixth_caches.divided_by_the_scale, "attnworks_decode", "cache scale inverted"),
+    _held_out(sixth_caches.fn_taken_for_fnuz, "attnworks_decode", "cache read in another format"),
+    # Nothing to be named.
+    _held_out(sixth.unit_vectors, "flash", None),
+    _held_out(sixth.output_less_its_mean, "flash", None),
+    _held_out(sixth_right.right_keys_outermost, "flash", None, right=True),
+    _held_out(sixth_right.right_in_two_passes, "flash", None, right=True),
+    _held_out(sixth_right.right_every_seventh_key, "flash", None, right=True),
+    _held_out(sixth_right.right_by_diagonals, "flash", None, right=True),
+    _held_out(sixth_right.right_keys_in_another_order, "sdpa", None, right=True),
+    _held_out(sixth_right.right_backward_in_two_kernels, "flash", None, right=True),
+    _held_out(sixth_right.right_padded_batch, "flash_varlen", None, right=True),
+    _held_out(sixth_right.right_newest_slot_first, "flash_kvcache", None, right=True),
+]
+"""A sixth set, half of it faults of every day, half of it rare ones of public repositories, for what was changed in
+sight of the sets before it; all of it is right inside ``third.repaired()``."""
