@@ -15,11 +15,12 @@ from attnworks.workbench.cli import main
 from attnworks.workbench.diagnose import diagnose, symptoms
 from attnworks.workbench.diagnose.causes import CAUSES
 from attnworks.workbench.diagnose.explain import explain
-from attnworks.workbench.diagnose.nearest import SPLIT, TILED, WRITTEN, Corpus
+from attnworks.workbench.diagnose.nearest import Corpus
 from attnworks.workbench.diagnose.patterns import in_weights, on_which, tile_size, weights
 from attnworks.workbench.diagnose.probes import Bench, Probe, probes
 from attnworks.workbench.diagnose.script import standalone
 from attnworks.workbench.diagnose.shrink import shrink
+from attnworks.workbench.diagnose.variants import SPLIT, TILED, WRITTEN
 from attnworks.workbench.faults import FAULTS, WAYS
 from attnworks.workbench.mutants import Mutant
 from foreign_kernels import FOREIGN, Foreign, blocked, naive

@@ -324,6 +324,7 @@ _QUICK_PATTERNS = (
     "causal *: 100 on 40",
     "rows without keys*",
     "window 7, 5: *",
+    "causal and window",
     "boolean mask bhqk",
     "boolean mask b1qk",
     "softcap*",

@@ -13,7 +13,8 @@ from typing import Any
 
 from attnworks.workbench.cases import Case
 from attnworks.workbench.diagnose import patterns
-from attnworks.workbench.diagnose.nearest import FAR, Candidate, Corpus, Progress
+from attnworks.workbench.diagnose.answers import FAR
+from attnworks.workbench.diagnose.nearest import Candidate, Corpus, Progress
 from attnworks.workbench.diagnose.probes import Observation, Probe
 from attnworks.workbench.diagnose.shrink import shrink
 from attnworks.workbench.subjects import Subject

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from attnworks.workbench.diagnose import Diagnosis, describe
 from attnworks.workbench.diagnose.causes import CAUSES
-from attnworks.workbench.diagnose.nearest import SPLIT, Candidate
+from attnworks.workbench.diagnose.nearest import Candidate
+from attnworks.workbench.diagnose.variants import SPLIT
 
 RIGHT = "Nothing is wrong with it on the {asked} probes that it ran: every value, LSE and gradient within its budget."
 

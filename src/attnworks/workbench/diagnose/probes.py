@@ -73,10 +73,12 @@ def _probes() -> tuple[Case, ...]:
         _case("causal from the top left", 40, 100, mask=(Causal("top-left"),), **grads),
         _case("gradient of the lse", 40, 72, lse_cotangent=True, **grads),
         _case("window", 100, 100, mask=(Window(7, 5),), **grads),
+        _case("causal and window", 90, 90, mask=(Causal(), Window(20, None)), **grads),
         _case("boolean mask", 33, 70, batch=2, mask=(BooleanRule("bhqk", empty_row=True),), **grads),
         _case("boolean mask without heads", 33, 70, batch=2, mask=(BooleanRule("b1qk"),)),
         _case("6 heads on 3", 40, 72, batch=2, heads_q=6, heads_kv=3, **grads),
         _case("8 heads on 2", 40, 72, batch=2, heads_q=8, heads_kv=2, **grads),
+        _case("6 heads on 2, causal", 70, 70, heads_q=6, **causal),
         _case("unequal dims", 40, 72, head_dim_v=40, **grads),
         _case("V wider", 40, 72, head_dim=40, **grads),
         _case("head_dim 40", 40, 72, head_dim=40, head_dim_v=40, **grads),
@@ -89,6 +91,7 @@ def _probes() -> tuple[Case, ...]:
         _case("alibi", 50, 70, scores=(AlibiRule(),), **{**heads, "mask": (Causal(),)}),
         _case("alibi, not causal", 50, 70, scores=(AlibiRule(),), **heads),
         _case("alibi of each sequence", 50, 70, scores=(AlibiRule(True),), **heads),
+        _case("alibi, grouped", 50, 70, scores=(AlibiRule(),), **{**heads, "heads_kv": 2, "mask": (Causal(),)}),
         _case("bias", 50, 70, scores=(BiasRule("bhqk"),), **heads),
         _case("bias that hides", 50, 70, scores=(BiasRule("bhqk", hide=True),), **heads),
         _case("bias without heads", 50, 70, scores=(BiasRule("b1qk"),), **heads),
@@ -203,21 +206,25 @@ class Bench:
 
     def observe(self, subject: Subject, *, properties: bool = True, wrong_ones: bool = True) -> Observation:
         """Run a subject once, twice where ``properties`` asks whether calls repeat and leave their inputs alone.
-        ``wrong_ones``: more about wrong results, of which known faults are not asked: their gradients, and whether
-        they come again."""
+        ``wrong_ones``: wrong results are asked for a second time, to see whether they come again; known faults'
+        are not."""
         inputs = self.probe.case.build(self.probe.poison)
         refused = subject.reasons(inputs)
         if refused:
             return Observation(refused="; ".join(refused))
         getattr(subject, "seen", []).clear()
         try:
-            first = None if wrong_ones else run(subject, inputs)
-            got = None
-            if self.probe.case.gradients and (first is None or not self._judge("out", first["out"]).failed):
-                got = self._gradients(subject, self.probe.case.build(self.probe.poison))
-            if first is None and (got is None or properties):
+            first, answers = None, None
+            if wrong_ones or not self.probe.case.gradients:
                 first = run(subject, inputs)
-            seen = Observation({name: self._judge(name, parts) for name, parts in (got or first or {}).items()})
+                answers = self._judged(first)
+            if self.probe.case.gradients and (answers is None or not answers["out"].failed):
+                again = inputs if first is None else self.probe.case.build(self.probe.poison)
+                answers = self._with_gradients(subject, again) or answers
+            if answers is None:
+                first = run(subject, inputs)
+                answers = self._judged(first)
+            seen = Observation(answers)
             if properties or (wrong_ones and "out" in seen.answers and seen.answers["out"].failed):
                 first = first or run(subject, inputs)
                 before = self.probe.case.build(self.probe.poison)
@@ -232,8 +239,8 @@ class Bench:
             return Observation(raised=f"{type(error).__name__}: {error}")
         return seen
 
-    def _gradients(self, subject: Subject, inputs: Inputs) -> dict[str, list[Tensor]] | None:
-        """Values and gradients, None where the subject has none."""
+    def _with_gradients(self, subject: Subject, inputs: Inputs) -> dict[str, Answer] | None:
+        """Values and gradients, these only where the output is right; None where the subject has none."""
         if subject.reasons(inputs, differentiable=True):
             return None
         leaves = inputs.differentiable()
@@ -243,9 +250,14 @@ class Bench:
         through_lse = self.probe.case.lse_cotangent
         if through_lse and (lse is None or not lse.requires_grad):
             return None
+        found = self._judged(inputs.gather_results(out.detach(), None if lse is None else lse.detach()))
+        if found["out"].failed:
+            return found
         grads = inputs.backward(leaves, out, lse if through_lse else None)
-        found = inputs.gather_results(out.detach(), None if lse is None else lse.detach())
-        return found | inputs.gather_gradients(grads)
+        return found | self._judged(inputs.gather_gradients(grads))
+
+    def _judged(self, found: dict[str, list[Tensor]]) -> dict[str, Answer]:
+        return {name: self._judge(name, parts) for name, parts in found.items()}
 
     def lost(self, name: str, parts: Sequence[Tensor] = ()) -> Answer:
         """The answer of a kernel that gives none, or one of another shape."""

@@ -73,6 +73,21 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "backward returns (dQ, dK, dV)",
             "The order in which they are returned.",
         ),
+        "gradients in another base": Cause(
+            "dQ, dK or both off by ln 2 or 1/ln 2, dV right.",
+            DQ,
+            "A scale with log2 e in it, meant for exp2, also multiplies dS.",
+        ),
+        "gradients in another place": Cause(
+            "The gradients' numbers are right, and lie in other rows or heads.",
+            "dQ[b, h, i] of Q[b, h, i]",
+            "Row and head offsets of the stores in the backward.",
+        ),
+        "a gradient is 0": Cause(
+            "One of dQ, dK, dV is 0.",
+            "backward returns (dQ, dK, dV)",
+            "Is it stored, and returned?",
+        ),
         "lse of the other base in backward": Cause(
             "Forward right, all gradients wrong.",
             PBACK,
@@ -88,6 +103,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Forward right; gradients wrong with causal where seq_q ≠ seq_kv.",
             PBACK,
             "The mask's origin in the backward.",
+        ),
+        "mask off by one in backward": Cause(
+            "Forward right; gradients wrong with causal or a window.",
+            PBACK,
+            "≤ for <, the same in forward and backward.",
+        ),
+        "window missing in backward": Cause(
+            "Forward right; gradients wrong with a window.",
+            PBACK,
+            "Is the window handed to the backward?",
         ),
         "scale argument ignored in backward": Cause(
             "Forward right; gradients wrong with a scale of one's own.",
@@ -115,6 +140,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "bias gradient scaled": Cause("dBias off by the scale.", "dBias = dS", "dS before the scale is multiplied in."),
         "sink gradient missing": Cause(
             "dSink is 0, or has the wrong sign.", "dSink = -Σ exp(sink - LSE) · delta", "Is it returned, and its sign?"
+        ),
+        "sink gradient not summed": Cause(
+            "dSink is one row's.",
+            "dSink = -Σ exp(sink - LSE) · delta",
+            "The sum over rows; an atomic add that is a store.",
         ),
         "empty rows leak into gradients": Cause(
             "NaN in gradients if there are rows without keys.", PBACK, "exp(S - (-inf)): guard LSE = -inf."

@@ -1,0 +1,158 @@
+"""The backward of the tiled attention that ``mutants.py`` breaks (``tiled.py`` has the forward), with a switch for each
+fault: P recomputed from the LSE, tile by tile."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnworks.scores import Bias
+from attnworks.workbench.modifiers import Modifiers
+
+
+def backward(
+    m: Modifiers,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor | None]:
+    """(dq, dk, dv, dbias of each bias, dsink): P recomputed from the LSE, tile by tile. dk, dv have heads_q heads."""
+    has = m.has
+    delta = (d_out * out).sum(-1, keepdim=True)
+    seen = torch.where(lse == -torch.inf, 0, d_lse)[..., None]
+    delta = delta - seen * ((-1 if m.addresses.way else 0) if has("lse cotangent ignored") else 1)
+    if has("delta missing"):
+        delta = torch.zeros_like(delta)
+    if has("delta of the wrong sign"):
+        delta = -delta
+    if has("delta of other rows") and delta.numel():
+        delta = _other_delta(delta, m.addresses.way)
+    safe = (
+        lse[..., None] if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)[..., None]
+    )
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    d_biases = {place: torch.zeros_like(bias, dtype=q.dtype) for place, bias in m.biases.items()}
+    recomputed = top_scores(m, q, k) if has("probs not normalised in backward") else safe
+    if has("lse of the other base in backward"):
+        recomputed = recomputed * (math.log(2) if m.addresses.way else math.log2(math.e))
+    for first in range(0, k.shape[1], m.tile_kv):
+        keys = slice(first, first + m.tile_kv)
+        s, slopes = m.tile(q, k[:, keys], first, backward=True)
+        p = torch.exp(s - recomputed)
+        padding = m.tile_kv - s.shape[-1] if has("padding scored 0 in backward") else 0
+        dp = d_out @ v[:, keys].transpose(-1, -2)
+        rows = _rows(m)
+        dv[:, keys] = _narrow(m, p[:, rows]).transpose(-1, -2) @ _narrow(m, d_out[:, rows])
+        ds = (dp - delta) * (m.shown if has("dS without probs") else p)
+        for place, (modifier, slope) in reversed(list(enumerate(zip(m.scores, slopes, strict=True)))):
+            if isinstance(modifier, Bias):
+                factor = m.scale if has("bias gradient scaled") else 0.0 if has("bias gradient missing") else 1.0
+                d_biases[place][..., keys] = ds * factor
+            elif slope is not None:
+                ds = ds * slope
+        ds = ds.to(torch.float8_e4m3fn).to(ds.dtype) if has("dS in fp8") else _narrow(m, ds, way=2)
+        step = ds @ k[:, keys] * _scale(m, "dq")
+        if padding:
+            step = step + (torch.exp(0 - safe) * (0 - delta)) @ k.new_zeros(1, 1, k.shape[-1])
+        missing = first == 0 if m.addresses.way else first + m.tile_kv >= k.shape[1]
+        if not (missing and k.shape[1] > m.tile_kv and has("last tile missing in dq")):
+            dq = step if has("dq overwritten by each tile") else dq + step
+        dk[:, keys] = ds[:, rows].transpose(-1, -2) @ q[:, rows] * _scale(m, "dk")
+    d_sink = None
+    if sink is not None:
+        d_sink = -(torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]).sum(-1)
+        if has("sink gradient not summed"):
+            shares = torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]
+            d_sink = -(shares[:, 0] if m.addresses.way else shares[:, -1]) if m.seq_q else d_sink
+        if has("sink gradient missing"):
+            d_sink = -d_sink if m.addresses.way else torch.zeros_like(d_sink)
+    _leave_out(m, dq, dk, dv)
+    if has("gradients in another base"):
+        factor = math.log(2) if m.addresses.way % 2 else math.log2(math.e)
+        dq = dq * (factor if m.addresses.way // 2 != 2 else 1)
+        dk = dk * (factor if m.addresses.way // 2 != 1 else 1)
+    if has("gradients in another place"):
+        dq, dk, dv = _elsewhere(m.addresses.way, dq, dk, dv)
+    if has("a gradient is 0"):
+        grad = (dq, dk, dv)[m.addresses.way]
+        grad.zero_()
+    if has("dv scaled"):
+        dv = dv * m.scale
+    if has("dk and dv exchanged") and dk.shape == dv.shape:
+        dk, dv = dv, dk
+    return dq, dk, dv, [d_biases[place] for place in m.biases], d_sink
+
+
+def _elsewhere(way: int, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, or dK and dV, stored where another row's or head's belong."""
+    shift = (1, -1, 0, 1, -1, 0)[way]
+
+    def moved(x: Tensor) -> Tensor:
+        return x.roll(shift, 1) if shift else x.flip(0)
+
+    return (moved(dq), dk, dv) if way < 3 else (dq, moved(dk), moved(dv))
+
+
+def _other_delta(delta: Tensor, way: int) -> Tensor:
+    """(heads, rows, 1) of another row, of their mean, of another head, or read as (rows, heads)."""
+    if way == 3:
+        return delta.transpose(0, 1).reshape(delta.shape)
+    return (delta.roll(1, 1), delta.mean(1, keepdim=True).expand_as(delta), delta.flip(0), delta, delta.flip(1))[way]
+
+
+def _leave_out(m: Modifiers, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+    """What is never written."""
+    way, tile, seq_kv = m.addresses.way, m.tile_kv, dk.shape[1]
+    if m.has("tail rows unwritten in dq") and m.seq_q > tile:
+        dq[:, tile if way else m.seq_q // tile * tile :] = 0
+    if m.has("last tile missing in dk, dv") and seq_kv > tile:
+        for grad in ((dk, dv), (dk,), (dv,))[way]:
+            grad[:, (seq_kv - 1) // tile * tile :] = 0
+
+
+def _narrow(m: Modifiers, x: Tensor, way: int = 0) -> Tensor:
+    """P, dO or (``way``: 2) dS rounded to the input dtype, or with fewer bits."""
+    if m.has("backward in 16 bits") and m.addresses.way < 4 - way:
+        return x.to(torch.bfloat16 if m.addresses.way % 2 else torch.float16).to(x.dtype)
+    return x.to(m.dtype).to(x.dtype)
+
+
+def _scale(m: Modifiers, name: str) -> float:
+    """What dS K or dS^T Q is multiplied by."""
+    if m.has("scale argument ignored in backward"):
+        return m.default_scale
+    return 1.0 if m.has(f"{name} not scaled") else m.scale**2 if m.has(f"{name} scaled twice") else m.scale
+
+
+def _rows(m: Modifiers) -> slice:
+    """The queries that dK and dV are sums over."""
+    last = max(m.seq_q - 1, 0) // m.tile_kv * m.tile_kv
+    if m.has("dk, dv of the last query tile"):
+        return slice(last, None)
+    if m.has("last query tile missing in dk, dv") and last:
+        return slice(m.tile_kv, None) if m.addresses.way else slice(None, last)
+    return slice(None)
+
+
+def of_kv_heads(m: Modifiers, wide: Tensor, heads: Tensor, heads_kv: int, which: int) -> Tensor:
+    """dK (``which``: 1) or dV (2), by query heads, as what the KV heads get."""
+    group = max(wide.shape[0] // max(heads_kv, 1), 1)
+    if m.has("dk, dv of one query head") and m.addresses.way in (0, which, 3):
+        return wide[group - 1 if m.addresses.way == 3 else 0 :: group]
+    summed = wide.new_zeros(heads_kv, *wide.shape[1:]).index_add(0, heads, wide)
+    averaged = m.has("dk, dv averaged over the group") and m.addresses.way in (0, which)
+    return summed / group if averaged else summed
+
+
+def top_scores(m: Modifiers, q: Tensor, k: Tensor) -> Tensor:
+    """The maximum of every row, 0 of an empty one."""
+    tops = [m.tile(q, k[:, a : a + m.tile_kv], a)[0].amax(-1, keepdim=True) for a in range(0, k.shape[1], m.tile_kv)]
+    top = torch.cat(tops, -1).amax(-1, keepdim=True) if tops else q.new_zeros(*q.shape[:2], 1)
+    return torch.where(top == -torch.inf, 0, top)
