@@ -57,9 +57,10 @@ class Misplaced:
         same = len({out.shape for out, _ in pairs}) == 1
         if len(pairs) > 1 and same and self.has("batch and heads mixed") and self.way > 1:
             outs = torch.stack([out for out, _ in pairs])
+            batch, heads = outs.shape[:2]
             turned = outs.transpose(0, 1).reshape(outs.shape)
             if self.way == 3:
-                turned = outs.flatten(0, 1).unflatten(0, (outs.shape[1], outs.shape[0])).transpose(0, 1)
+                turned = outs.reshape(heads, batch, *outs.shape[2:]).transpose(0, 1)
             pairs = [(out, lse) for out, (_, lse) in zip(turned, pairs, strict=True)]
         return pairs
 
@@ -95,7 +96,7 @@ class Misplaced:
             return out.roll((1, -1)[self.way], 1)
         if self.way == 2:
             return out.flip(1)
-        return torch.cat(out.split(self.tile, 1)[::-1], 1)  # the tiles in the order of a grid that is turned round
+        return torch.cat(torch.split(out, self.tile, 1)[::-1], 1)  # the tiles in the order of a grid that is turned round
 
     def _mixed(self, parts: Sequence[Part]) -> list[Part]:
         """K and V by a number of (sequence, head) that is taken apart otherwise than it was made."""
@@ -122,6 +123,17 @@ def _relaid(x: Tensor, turned: int) -> Tensor:
     """(heads, rows, dim) read as if it were (rows, heads, dim) in memory, or (``turned``) the other way round."""
     heads, rows, dim = x.shape
     return x.transpose(0, 1).reshape(heads, rows, dim) if turned else x.reshape(rows, heads, dim).transpose(0, 1)
+
+
+def next_channels(x: Tensor, way: int) -> Tensor:
+    """(heads, rows, dim) with what lies behind a row's channels, up to a multiple of 16, 32, 64 or 128: of the next
+    row or, if heads lie together, of the next head."""
+    heads, rows, dim = x.shape
+    wide = -(-dim // (16, 32, 64, 128)[way % 4]) * (16, 32, 64, 128)[way % 4]
+    lying = x.transpose(0, 1) if way > 3 else x
+    flat = torch.cat((lying.flatten(), x.new_zeros(wide)))
+    read = flat[torch.arange(heads * rows).view(-1, 1) * dim + torch.arange(wide)]
+    return read.view(rows, heads, wide).transpose(0, 1) if way > 3 else read.view(heads, rows, wide)
 
 
 def _alike(parts: Sequence[Part]) -> bool:

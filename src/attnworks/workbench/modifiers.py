@@ -65,7 +65,7 @@ class Modifiers:
         s = q @ k.transpose(-1, -2)
         if not has("softcap before scale"):
             s = s * self.recomputed_scale(backward)
-        if has("scale missing"):
+        if has("scale missing") or (self.addresses.way == 1 and has("scale of the output")):
             s = s / self.scale
         if has("scale twice"):
             s = s * self.scale
@@ -99,6 +99,10 @@ class Modifiers:
         return s, slopes
 
     dtype: torch.dtype = torch.float32
+
+    @property
+    def causal(self) -> bool:
+        return any(isinstance(mask, Causal) for mask in self.masks)
 
     def recomputed_scale(self, backward: bool) -> float:
         """The scale, but for backward if that takes its own."""
@@ -208,7 +212,7 @@ class Modifiers:
         return whole.flatten(1)[:, places.clamp(max=rows * keys - 1)]
 
     def _shown(self, i: Tensor, j: Tensor, backward: bool, seen_as: Tensor) -> Tensor:
-        has = self.has
+        has, way = self.has, self.addresses.way
         end = self.limit - (1 if has("last key dropped") and not self.addresses.way else 0)
         if end > 128 and has("keys past a limit unread"):
             end = min(end, 8192 >> self.addresses.way)
@@ -217,10 +221,18 @@ class Modifiers:
         shown = ((j < end) & (j > 0 if has("first key dropped") else j >= 0)).expand(1, self.seq_q, -1)
         if backward and has("mask missing in backward"):
             return shown
+        if self.masks and has("keys shown against the mask"):
+            own = i + (self.seq_kv - self.seq_q)
+            return self._masked(shown, i, j, backward, seen_as) | (shown & (j == (0, own, self.limit - 1)[way]))
         if self.masks and has("masked in one tile only"):
             last = int(j.max()) >= self.limit - 1
-            if not ((j.min() == 0) if self.addresses.way == 1 else last):
+            if not ((int(j.min()) == 0) if way == 1 else last):
                 return shown
+        return self._masked(shown, i, j, backward, seen_as)
+
+    def _masked(self, shown: Tensor, i: Tensor, j: Tensor, backward: bool, seen_as: Tensor) -> Tensor:
+        """What all masks show of ``shown``."""
+        has = self.has
         for mask in self.masks:
             if isinstance(mask, Tensor):
                 if not (has("boolean mask ignored") or has("boolean mask added as numbers")):
@@ -294,7 +306,7 @@ class Modifiers:
             if has("causal by tile"):
                 return origin // self.tile_kv >= j // self.tile_kv
             if has("diagonal tile skipped"):
-                return (j <= origin) & ((j // self.tile_kv < origin // self.tile_kv) | (origin < self.tile_kv))
+                return (j <= origin) & (j < self._loop_end(origin))
             if has("causal upside down"):
                 return j >= origin
             return j <= origin + off
@@ -322,6 +334,21 @@ class Modifiers:
         if right is not None and not has("window without right end"):
             shown = shown & (j <= origin + right + further)
         return shown
+
+    def _loop_end(self, origin: Tensor) -> Tensor:
+        """Where a causal loop over keys ends for each row that ends too early: at the tile that holds the diagonal; at
+        the last whole tile before a block's end; a tile later for each block of rows twice as long; or where it would
+        with as many keys as queries."""
+        tile, way = self.tile_kv, self.addresses.way
+        rows = torch.arange(origin.shape[1]).view(1, -1, 1)
+        if way == 0:
+            return torch.where(origin < tile, tile, origin // tile * tile)
+        if way == 1:
+            block = (rows // (2 * tile) + 1) * 2 * tile
+            return (origin - rows + block.clamp(max=origin.shape[1])) // tile * tile
+        if way == 2:
+            return (rows // (2 * tile) + 1) * tile
+        return (rows // tile + 1) * tile
 
 
 def kept_channels(channels: int, way: int) -> int:

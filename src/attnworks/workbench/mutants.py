@@ -175,15 +175,24 @@ class Mutant:
         """(keys, heads_kv, dim) of one sequence, the new ones among them."""
         if new is None:
             return self._cached(cache, page_table, b, length, which)
-        if self.has("new keys not appended") and self.way != 1:
+        if self.has("new keys not appended") and self.way in (0, 2):
             return self._cached(cache, page_table, b, length, which)
+        if new.shape[0] > 1 and self.has("new keys of another sequence"):
+            new = new.roll(1 if self.way else -1, 0)
+        if new.shape[1] > 1 and self.has("new keys in another order"):
+            new = new.flip(1)
         if self.has("new keys in the wrong slot"):
             rows = self._cached(cache, page_table, b, length + new.shape[1], which).clone()
             slot = self.addresses.slot(length)
             rows[slot : slot + new.shape[1]] = new[b, : max(len(rows) - slot, 0)]
             return rows
-        if self.has("new keys not appended") and new.shape[-1] == cache.shape[-1]:  # values are not, keys are
-            return self._cached(cache, page_table, b, length + new.shape[1], which)
+        if self.has("new keys not appended"):
+            rows = self._cached(cache, page_table, b, length + new.shape[1], which).clone()
+            if self.way == 3:  # none but the first
+                rows[length : length + 1] = new[b, :1]
+            if (self.way, which) in ((4, "v"), (5, "k")):  # values are, keys are not, or the other way round
+                rows[length:] = new[b]
+            return rows
         return torch.cat((self._cached(cache, page_table, b, length, which)[:length], new[b]))
 
     def _cached(self, cache: Tensor, page_table: Tensor | None, b: int, length: int, which: str) -> Tensor:

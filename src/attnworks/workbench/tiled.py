@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attnworks.workbench.addresses import shares
+from attnworks.workbench.misplaced import next_channels
 from attnworks.workbench.modifiers import Modifiers, kept_channels
 from attnworks.workbench.tiled_backward import backward, of_kv_heads, top_scores
 
@@ -99,7 +100,7 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
             if has("hidden tiles give NaN") and not m.addresses.way
             else torch.where(new_top == -torch.inf, 0, new_top)
         )
-        exp = torch.exp2 if has("exp2 for exp") and not m.addresses.way else torch.exp
+        exp: Callable[[Tensor], Tensor] = torch.exp2 if has("exp2 for exp") and not m.addresses.way else torch.exp
         exp = _approximated(m.addresses.way) if has("exp approximated") else exp
         p = exp(s - safe)
         alpha = exp(safe - top) if has("rescaled upside down") and first > 0 else exp(top - safe)
@@ -110,6 +111,8 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         if has("sum and accumulator not rescaled"):
             alpha = torch.where(safe - top < (1.0 if m.addresses.way else torch.inf), 1.0, alpha)
         share = p.sum(-1, keepdim=True)
+        if has("a tile counted twice") and _missing(m, start + first, p.shape[-1]):
+            p, share = 2 * p, 2 * share
         if has("a tile missing in the sum"):
             share = share * (not _missing(m, start + first, p.shape[-1]))
         total = total * (1 if has("sum not rescaled") else 0 if has("sum overwritten by each tile") else alpha) + share
@@ -262,6 +265,8 @@ class Attend(torch.autograd.Function):
         ctx.heads, heads_v = m.addresses.heads(q.shape[0], k.shape[0])
         # Copies, because a matrix product's bits may depend on how its operands lie in memory.
         q_copy = q.to(compute).clone(memory_format=torch.contiguous_format)
+        if q.shape[-1] % 64 and m.has("channels of the next row"):
+            q_copy, k = (next_channels(x, m.addresses.way) for x in (q_copy, k))
         wide = [q_copy, k.to(compute)[ctx.heads], v.to(compute)[heads_v]]
         if m.has("K and V exchanged") and k.shape == v.shape:
             wide[1], wide[2] = wide[2], wide[1]
@@ -271,6 +276,10 @@ class Attend(torch.autograd.Function):
             wide = [_in_tf32(x) for x in wide]
         out, lse = forward(m, wide[0], wide[1], wide[2], None if sink is None else sink.to(compute))
         ctx.m, ctx.sink, ctx.dtypes, ctx.heads_kv = m, sink, (q.dtype, k.dtype, v.dtype), k.shape[0]
+        if m.seq_q > k.shape[1] and m.has("rows end with the keys"):
+            out[:, k.shape[1] :] = 0
+        if m.has("scale of the output"):
+            out = out * m.scale
         if m.has("tail rows unwritten") and (m.seq_q > m.tile_kv or m.addresses.way):
             out[:, m.seq_q // m.tile_kv * m.tile_kv :] = 0
         if m.leaves_out(v.shape[-1]) and 3 < m.addresses.way < 8:

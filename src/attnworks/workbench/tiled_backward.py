@@ -24,32 +24,21 @@ def backward(
     d_lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor | None]:
     """(dq, dk, dv, dbias of each bias, dsink): P recomputed from the LSE, tile by tile. dk, dv have heads_q heads."""
-    has = m.has
-    delta = (d_out * out).sum(-1, keepdim=True)
-    seen = torch.where(lse == -torch.inf, 0, d_lse)[..., None]
-    delta = delta - seen * ((-1 if m.addresses.way else 0) if has("lse cotangent ignored") else 1)
-    if has("delta missing"):
-        delta = torch.zeros_like(delta)
-    if has("delta of the wrong sign"):
-        delta = -delta
-    if has("delta of other rows") and delta.numel():
-        delta = _other_delta(delta, m.addresses.way)
+    has, way = m.has, m.addresses.way
+    delta = _delta(m, out, lse, d_out, d_lse)
     safe = (
         lse[..., None] if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)[..., None]
     )
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_biases = {place: torch.zeros_like(bias, dtype=q.dtype) for place, bias in m.biases.items()}
-    recomputed = top_scores(m, q, k) if has("probs not normalised in backward") else safe
-    if has("lse of the other base in backward"):
-        recomputed = recomputed * (math.log(2) if m.addresses.way else math.log2(math.e))
     for first in range(0, k.shape[1], m.tile_kv):
         keys = slice(first, first + m.tile_kv)
         s, slopes = m.tile(q, k[:, keys], first, backward=True)
-        p = torch.exp(s - recomputed)
+        p_of_v, p = _probs(m, q, k, s, safe)
         padding = m.tile_kv - s.shape[-1] if has("padding scored 0 in backward") else 0
         dp = d_out @ v[:, keys].transpose(-1, -2)
-        rows = _rows(m)
-        dv[:, keys] = _narrow(m, p[:, rows]).transpose(-1, -2) @ _narrow(m, d_out[:, rows])
+        rows = _rows(m, first)
+        dv[:, keys] = _narrow(m, p_of_v[:, rows]).transpose(-1, -2) @ _narrow(m, d_out[:, rows])
         ds = (dp - delta) * (m.shown if has("dS without probs") else p)
         for place, (modifier, slope) in reversed(list(enumerate(zip(m.scores, slopes, strict=True)))):
             if isinstance(modifier, Bias):
@@ -61,33 +50,77 @@ def backward(
         step = ds @ k[:, keys] * _scale(m, "dq")
         if padding:
             step = step + (torch.exp(0 - safe) * (0 - delta)) @ k.new_zeros(1, 1, k.shape[-1])
-        missing = first == 0 if m.addresses.way else first + m.tile_kv >= k.shape[1]
-        if not (missing and k.shape[1] > m.tile_kv and has("last tile missing in dq")):
-            dq = step if has("dq overwritten by each tile") else dq + step
+        if k.shape[1] > m.tile_kv and has("last tile missing in dq"):
+            step = step * _dq_keeps(m, first, k.shape[1])
+        dq = step if has("dq overwritten by each tile") else dq + step
         dk[:, keys] = ds[:, rows].transpose(-1, -2) @ q[:, rows] * _scale(m, "dk")
     d_sink = None
     if sink is not None:
-        d_sink = -(torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]).sum(-1)
-        if has("sink gradient not summed"):
-            shares = torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]
-            d_sink = -(shares[:, 0] if m.addresses.way else shares[:, -1]) if m.seq_q else d_sink
+        shares = torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]
+        d_sink = -shares.sum(-1)
+        if m.seq_q and has("sink gradient not summed"):
+            d_sink = d_sink * (m.sequence == 0) if way == 2 else -shares[:, 0 if way else -1]
         if has("sink gradient missing"):
-            d_sink = -d_sink if m.addresses.way else torch.zeros_like(d_sink)
+            d_sink = -d_sink if way else torch.zeros_like(d_sink)
+    return *_stored(m, dq, dk, dv), [d_biases[place] for place in m.biases], d_sink
+
+
+def _delta(m: Modifiers, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Tensor:
+    """(heads, rows, 1): rowsum(dO ∘ O), less the LSE's cotangent."""
+    has, way = m.has, m.addresses.way
+    delta = (d_out * out).sum(-1, keepdim=True)
+    if has("delta of some channels"):
+        channels = out.shape[-1]
+        delta = (d_out * out)[..., : (32, 64, channels // 2)[way]].sum(-1, keepdim=True)
+    seen = torch.where(lse == -torch.inf, 0, d_lse)[..., None]
+    delta = delta - seen * ((-1 if way else 0) if has("lse cotangent ignored") else 1)
+    if has("delta missing"):
+        return torch.zeros_like(delta)
+    if has("delta of the wrong sign"):
+        return -delta
+    if delta.numel() and has("delta of other rows"):
+        return _of_others(delta, way)
+    return delta
+
+
+def _probs(m: Modifiers, q: Tensor, k: Tensor, s: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """P recomputed from scores and the LSE (heads, rows, 1), as dV and as dS take it."""
+    has, way = m.has, m.addresses.way
+    p = torch.exp(s - lse)
+    if has("probs not normalised in backward"):
+        wrong = torch.exp(s - top_scores(m, q, k))
+        return p if way == 2 else wrong, p if way == 1 else wrong
+    if has("lse of the other base in backward"):
+        p = torch.exp(s - lse * (math.log(2) if way else math.log2(math.e)))
+    if lse.numel() and has("lse of other rows in backward"):
+        p = torch.exp(s - _of_others(lse, way))
+    return p, p
+
+
+def _dq_keeps(m: Modifiers, first: int, seq_kv: int) -> Tensor | float:
+    """What a tile of keys that adds nothing to dQ is multiplied by; (rows, 1) where that depends on the row."""
+    if m.addresses.way == 2:  # causal's last tile of a block of rows, as if queries and keys began together
+        rows = torch.arange(m.seq_q).view(-1, 1)
+        return (first < (rows // m.tile_kv + 1) * m.tile_kv).float() if m.causal else 1.0
+    missing = first == 0 if m.addresses.way else first + m.tile_kv >= seq_kv
+    return 0.0 if missing else 1.0
+
+
+def _stored(m: Modifiers, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients as they are handed out."""
+    has, way = m.has, m.addresses.way
     _leave_out(m, dq, dk, dv)
     if has("gradients in another base"):
-        factor = math.log(2) if m.addresses.way % 2 else math.log2(math.e)
-        dq = dq * (factor if m.addresses.way // 2 != 2 else 1)
-        dk = dk * (factor if m.addresses.way // 2 != 1 else 1)
+        factor = math.log(2) if way % 2 else math.log2(math.e)
+        dq = dq * (factor if way // 2 != 2 else 1)
+        dk = dk * (factor if way // 2 != 1 else 1)
     if has("gradients in another place"):
-        dq, dk, dv = _elsewhere(m.addresses.way, dq, dk, dv)
-    if has("a gradient is 0"):
-        grad = (dq, dk, dv)[m.addresses.way]
-        grad.zero_()
+        dq, dk, dv = _elsewhere(way, dq, dk, dv)
     if has("dv scaled"):
         dv = dv * m.scale
     if has("dk and dv exchanged") and dk.shape == dv.shape:
         dk, dv = dv, dk
-    return dq, dk, dv, [d_biases[place] for place in m.biases], d_sink
+    return dq, dk, dv
 
 
 def _elsewhere(way: int, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,11 +133,11 @@ def _elsewhere(way: int, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Te
     return (moved(dq), dk, dv) if way < 3 else (dq, moved(dk), moved(dv))
 
 
-def _other_delta(delta: Tensor, way: int) -> Tensor:
+def _of_others(x: Tensor, way: int) -> Tensor:
     """(heads, rows, 1) of another row, of their mean, of another head, or read as (rows, heads)."""
     if way == 3:
-        return delta.transpose(0, 1).reshape(delta.shape)
-    return (delta.roll(1, 1), delta.mean(1, keepdim=True).expand_as(delta), delta.flip(0), delta, delta.flip(1))[way]
+        return x.transpose(0, 1).reshape(x.shape)
+    return (x.roll(1, 1), x.mean(1, keepdim=True).expand_as(x), x.flip(0), x, x.flip(1))[way]
 
 
 def _leave_out(m: Modifiers, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -115,6 +148,14 @@ def _leave_out(m: Modifiers, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
     if m.has("last tile missing in dk, dv") and seq_kv > tile:
         for grad in ((dk, dv), (dk,), (dv,))[way]:
             grad[:, (seq_kv - 1) // tile * tile :] = 0
+    if m.has("a gradient is 0"):
+        (dq, dk, dv)[way].zero_()
+    if m.sequence > 0 and m.has("sequences left out in backward"):
+        for grad in ((dq, dk, dv), (dq,), (dk, dv))[way]:
+            grad.zero_()
+    if dq.shape[0] > 1 and m.has("heads left out in backward"):
+        for grad in (dq, dk, dv):
+            grad[(slice(-1, None), slice(1, None))[way]] = 0
 
 
 def _narrow(m: Modifiers, x: Tensor, way: int = 0) -> Tensor:
@@ -128,16 +169,22 @@ def _scale(m: Modifiers, name: str) -> float:
     """What dS K or dS^T Q is multiplied by."""
     if m.has("scale argument ignored in backward"):
         return m.default_scale
+    if m.has("dS not scaled"):
+        return 1.0
+    if m.has("dS scaled twice"):
+        return m.scale**2
     return 1.0 if m.has(f"{name} not scaled") else m.scale**2 if m.has(f"{name} scaled twice") else m.scale
 
 
-def _rows(m: Modifiers) -> slice:
-    """The queries that dK and dV are sums over."""
-    last = max(m.seq_q - 1, 0) // m.tile_kv * m.tile_kv
+def _rows(m: Modifiers, first: int) -> slice:
+    """The queries that dK and dV of the keys from ``first`` on are sums over."""
+    last, way = max(m.seq_q - 1, 0) // m.tile_kv * m.tile_kv, m.addresses.way
     if m.has("dk, dv of the last query tile"):
         return slice(last, None)
-    if m.has("last query tile missing in dk, dv") and last:
-        return slice(m.tile_kv, None) if m.addresses.way else slice(None, last)
+    if last and m.has("last query tile missing in dk, dv"):
+        return slice(m.tile_kv, None) if way else slice(None, last)
+    if m.causal and m.has("dk, dv begin at the key's number"):  # as if queries and keys began together
+        return slice(first + (m.tile_kv if way else 0), None)
     return slice(None)
 
 

@@ -53,8 +53,8 @@ class Totals:
 
     @classmethod
     def zero(cls, count: int) -> Totals:
-        means = (Mean(*torch.zeros(2, count)) for _ in range(3))
-        return cls(*means, *torch.zeros(3, count))
+        everywhere, failing, in_part = (Mean(*torch.zeros(2, count)) for _ in range(3))
+        return cls(everywhere, failing, in_part, *torch.zeros(3, count))
 
 
 class Table:

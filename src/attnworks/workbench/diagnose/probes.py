@@ -219,8 +219,8 @@ class Bench:
                 first = run(subject, inputs)
                 answers = self._judged(first)
             if self.probe.case.gradients and (answers is None or not answers["out"].failed):
-                again = inputs if first is None else self.probe.case.build(self.probe.poison)
-                answers = self._with_gradients(subject, again) or answers
+                asked = inputs if first is None else self.probe.case.build(self.probe.poison)
+                answers = self._with_gradients(subject, asked) or answers
             if answers is None:
                 first = run(subject, inputs)
                 answers = self._judged(first)

@@ -17,6 +17,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             DS,
             "The row index of delta, also past tile borders.",
         ),
+        "delta of some channels": Cause(
+            "dV right, dQ and dK wrong from a head dim on.",
+            DS,
+            "The sum runs over all channels of dO ∘ O, beyond one chunk or one thread's.",
+        ),
         "dS without probs": Cause("dV right, dQ and dK far too large.", DS, "The factor P."),
         "probs not normalised in backward": Cause(
             "All gradients too large by the softmax's denominator of each row.",
@@ -32,10 +37,25 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
         "dq scaled twice": Cause("dQ too small by the scale.", DQ, "Scale in dS and again in dQ."),
         "dk scaled twice": Cause("dK too small by the scale.", DK, "A scaled Q, and the scale again."),
+        "dS not scaled": Cause(
+            "dQ and dK too large by 1/scale, dV right.",
+            DS,
+            "The scale: in dS, or in both products.",
+        ),
+        "dS scaled twice": Cause(
+            "dQ and dK too small by the scale, dV right.",
+            DS,
+            "The scale: in dS or in the products, not in both.",
+        ),
         "last query tile missing in dk, dv": Cause(
             "dK and dV lack some queries, dQ right.",
             DK,
             "The loop over queries: first and last tile, the bound that causal gives.",
+        ),
+        "dk, dv begin at the key's number": Cause(
+            "Causal: dK and dV wrong where seq_q ≠ seq_kv, dQ right.",
+            DK,
+            "The first query that sees a key is j - (seq_kv - seq_q), not j.",
         ),
         "dq overwritten by each tile": Cause(
             "dQ wrong from two tiles of keys on: only the last one counts.",
@@ -88,10 +108,25 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "backward returns (dQ, dK, dV)",
             "Is it stored, and returned?",
         ),
+        "sequences left out in backward": Cause(
+            "Gradients of later sequences are 0.",
+            "every sequence has gradients",
+            "The batch in the backward's grid and offsets.",
+        ),
+        "heads left out in backward": Cause(
+            "Gradients of some heads are 0.",
+            "every head has gradients",
+            "The heads in the backward's grid and offsets.",
+        ),
         "lse of the other base in backward": Cause(
             "Forward right, all gradients wrong.",
             PBACK,
             "exp2 wants S and LSE in base 2, exp both natural.",
+        ),
+        "lse of other rows in backward": Cause(
+            "Forward right, all gradients wrong.",
+            PBACK,
+            "The index by which the LSE is read: (batch, heads, rows).",
         ),
         "dk, dv of the last query tile": Cause(
             "dK and dV wrong from two tiles of queries on.", DK, "= for +=; accumulators initialised in the loop."

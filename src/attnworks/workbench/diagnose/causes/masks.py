@@ -71,6 +71,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             MASK,
             "Which tiles go through the loop that masks, and whether only the last one does.",
         ),
+        "keys shown against the mask": Cause(
+            "Causal, windows, masks: one key takes part wherever it is hidden: the first, a row's own, the last.",
+            MASK,
+            "Exceptions: a first key that stays, a diagonal that is there so that no row is empty.",
+        ),
         "window one short": Cause("A window misses its outermost key.", WINDOW, "< for ≤ at the window's end."),
         "window one long": Cause("A window shows one key too many.", WINDOW, "Off by one at the window's end."),
         "window one long on the right": Cause(

@@ -64,6 +64,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "S = scale · Σ over all channels of Q and K",
             "Loops over chunks of the head dim; how it is padded.",
         ),
+        "channels of the next row": Cause(
+            "Wrong where head_dim is no multiple of a chunk.",
+            "S = scale · Σ over head_dim channels",
+            "The mask of the load beyond head_dim: what lies there is the next row or head.",
+        ),
         "K and V exchanged": Cause(
             "Wrong everywhere; with K = V right.", "O = softmax(scale · Q Kᵀ) V", "The arguments' order."
         ),
@@ -79,6 +84,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "A batch: some sequences are 0 or hold what was there.",
             "every sequence is computed",
             "The grid's extent; early exits.",
+        ),
+        "rows end with the keys": Cause(
+            "More queries than keys: rows past the number of keys are 0.",
+            "every row is computed",
+            "seq_q for seq_kv in the grid or the store.",
         ),
         "sequences exchanged": Cause(
             "A batch: each output is right, for another sequence.",
@@ -152,6 +162,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Decode with new keys: the newest old key is gone, or a slot that nobody wrote is read.",
             "cache[kv_lens[b] + n] = k_new[b, n] before reading",
             "Is the first new key put at kv_lens[b], in the page that the table names for that slot?",
+        ),
+        "new keys of another sequence": Cause(
+            "Decode with new keys: right for one sequence.",
+            "cache[b, kv_lens[b] + n] = k_new[b, n]",
+            "The batch index of k_new and v_new.",
+        ),
+        "new keys in another order": Cause(
+            "Decode with several new keys: their order is turned round.",
+            "cache[b, kv_lens[b] + n] = k_new[b, n]",
+            "The slot of each.",
         ),
         "k_scale dropped": Cause(
             "8-bit cache: weights wrong.",

@@ -66,6 +66,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             RESCALE,
             "The P V of the first and the last tile, in the prologue and the epilogue of the pipeline.",
         ),
+        "a tile counted twice": Cause(
+            "Wrong everywhere: some keys weigh twice as much; LSE too large.",
+            RESCALE,
+            "Prologue and loop, or loop and epilogue, that take the same tile.",
+        ),
         "one added to the sum": Cause(
             "Every row is too small by a factor of its own, as with a sink; LSE too large.",
             "l = Σ exp(S - m), and nothing else",
@@ -284,6 +289,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Right without a scale argument; with one, weights are too flat.",
             SCALE,
             "The argument takes the default's place, it is not multiplied with it.",
+        ),
+        "scale of the output": Cause(
+            "The output is off by the scale.",
+            SCALE,
+            "The scale belongs to S, not to V or O.",
         ),
         "scale argument ignored": Cause(
             "Right with the default scale, wrong with any other.",
