@@ -65,13 +65,13 @@ class Corpus:
         self.benches = [Bench(probe) for probe in (probes(seed) if chosen is None else chosen)]
         self.variants = variants()
         self._tables: dict[int, Table] = {}
-        self._known: dict[Bench, Known] = {}
+        self._known = {bench: Known(bench) for bench in self.benches}
 
     def view(self, more: Sequence[Probe] = ()) -> Corpus:
         """A corpus of the same probes, with all that is known about them, and of ``more``; what sizes are tried in it
         are its own."""
         found = Corpus(more)
-        found.benches, found._known = self.benches + found.benches, self._known
+        found.benches, found._known = self.benches + found.benches, self._known | found._known
         return found
 
     def observe(self, subject: Subject, progress: Progress | None = None) -> list[Observation]:
@@ -108,7 +108,7 @@ class Corpus:
         few = sorted({failing[round(n * (len(failing) - 1) / (FIRST_PROBES - 1))] for n in range(FIRST_PROBES)})
         tensors = self._takes_mask_tensors(seen)
         usual = [place for place, v in enumerate(self.variants) if v.usual and (tensors or not v.written)]
-        hopeful = self._distances(seen, few[:: FIRST_PROBES - 1], usual, progress)[:, 0].argsort(stable=True)
+        hopeful = self._distances(seen, sorted({few[0], few[-1]}), usual, progress)[:, 0].argsort(stable=True)
         usual = [usual[place] for place in hopeful[:HOPEFUL].tolist()]
         near = self._nearest(seen, few, usual, progress)[:FINALISTS]
         best = [place for _, ways in near for place in ways[:BEST_WAYS]]
@@ -166,8 +166,7 @@ class Corpus:
             if not observation.answers:
                 continue
             if place not in self._tables:
-                known = self._known.setdefault(bench, Known(bench))
-                self._tables[place] = Table(known, self.variants)
+                self._tables[place] = Table(self._known[bench], self.variants)
             self._tables[place].compare(observation, chosen, totals)
         everywhere = totals.everywhere.mean()
         narrow = NARROWED + (1 - NARROWED) * totals.failing.mean() + ELSEWHERE * everywhere
