@@ -96,7 +96,9 @@ class Misplaced:
             return out.roll((1, -1)[self.way], 1)
         if self.way == 2:
             return out.flip(1)
-        return torch.cat(torch.split(out, self.tile, 1)[::-1], 1)  # the tiles in the order of a grid that is turned round
+        return torch.cat(
+            torch.split(out, self.tile, 1)[::-1], 1
+        )  # the tiles in the order of a grid that is turned round
 
     def _mixed(self, parts: Sequence[Part]) -> list[Part]:
         """K and V by a number of (sequence, head) that is taken apart otherwise than it was made."""

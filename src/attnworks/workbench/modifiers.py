@@ -43,6 +43,7 @@ class Modifiers:
     default_scale: float = 1.0
     group: int = 1  # query heads of a KV head
     heads_q: int = 1
+    value: float = 1.0  # the number in a fault that has one
     tops: list[Tensor] = field(default_factory=list)  # the maxima of the partial results, in their order
     shown: Tensor = field(default_factory=lambda: torch.empty(0))  # what the masks let through of the last tile
 
@@ -65,6 +66,8 @@ class Modifiers:
         s = q @ k.transpose(-1, -2)
         if not has("softcap before scale"):
             s = s * self.recomputed_scale(backward)
+        if has("scale of another size"):
+            s = s * self.value
         if has("scale missing") or (self.addresses.way == 1 and has("scale of the output")):
             s = s / self.scale
         if has("scale twice"):
@@ -177,7 +180,7 @@ class Modifiers:
 
     def _factor(self) -> float:
         """What a term that is added to the scores is multiplied by, and should not be."""
-        return (self.scale, math.log2(math.e), math.log(2), 1 / self.scale, 2.0)[self.addresses.way]
+        return (self.scale, math.log2(math.e), math.log(2), 1 / self.scale, 2.0, self.value)[self.addresses.way]
 
     def _other_slopes(self, own: Tensor, by_sequence: Tensor) -> Tensor:
         heads = torch.arange(len(own))
@@ -278,6 +281,8 @@ class Modifiers:
             shift = 0
         if has("aligned top-left") and not (way and causal):
             shift = 0
+        if causal and has("causal further by a number"):
+            shift += round(self.value)
         if backward and has("mask from the top left in backward"):
             shift = 0
         if backward and has("mask off by one in backward"):
@@ -289,7 +294,9 @@ class Modifiers:
             if has("window sides exchanged"):
                 left, right = (right, left) if not way else (left, left) if way == 1 else (right, right)
             if left is not None and has("window of another size"):
-                left = (left // 2, left * 2, left + (right or 0))[way]
+                left = (left // 2, left * 2, left + (right or 0), left + round(self.value), left)[way]
+            if right is not None and way == 4 and has("window of another size"):
+                right = right + round(self.value)
         return self._bounds(i + shift, j, left, right, causal)
 
     def _packed(self, i: Tensor, shift: int) -> tuple[Tensor, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnworks.scores import Bias, Sink, Softcap
 from attnworks.workbench import modifiers, tiled
 from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_first
-from attnworks.workbench.faults import FAULTS
+from attnworks.workbench.faults import FAULTS, NUMBERS
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.misplaced import Misplaced
 from attnworks.workbench.scales import softmax_scale
@@ -26,15 +26,22 @@ class Mutant:
     """Tiled attention with one fault ("" for none, which is right). It runs every case.
 
     ``tile_kv``: keys of a tile, and queries where a fault is one of query tiles; ``split_kv``: keys of a partial
-    result, 0 for one of all keys, -n for n equal ones; ``way``: how the fault is made (``faults.WAYS``). Raises
-    ``ValueError`` for a fault that is not in ``FAULTS``."""
+    result, 0 for one of all keys, -n for n equal ones; ``way``: how the fault is made (``faults.WAYS``); ``value``: the
+    number in it, where it has one (``faults.NUMBERS``). Raises ``ValueError`` for a fault that is not in ``FAULTS``."""
 
     def __init__(
-        self, fault: str = "", *, tile_kv: int = modifiers.TILE, split_kv: int = modifiers.SPLIT, way: int = 0
+        self,
+        fault: str = "",
+        *,
+        tile_kv: int = modifiers.TILE,
+        split_kv: int = modifiers.SPLIT,
+        way: int = 0,
+        value: float | None = None,
     ) -> None:
         if fault and fault not in FAULTS:
             raise ValueError(f"fault: was {fault!r}, must be '' or one of FAULTS")
         self.fault, self.tile_kv, self.split_kv, self.way = fault, tile_kv, split_kv, way
+        self.value = NUMBERS.get(fault, 1.0) if value is None else value
         self.addresses = Addresses(self.has, way, tile_kv)
         self.misplaced = Misplaced(self.has, way, tile_kv)
         self.name = f"mutant: {fault or 'none'}"
@@ -273,6 +280,7 @@ class Mutant:
         masks = modifiers.flatten_mask(mask)
         m = modifiers.Modifiers(self.has, scale, masks, scores, b, seq_q, counted, limit, self.tile_kv, self.split_kv)
         m.dtype, m.biases, m.addresses, m.default_scale = q.dtype, biases, self.addresses, default
+        m.value = self.value
         m.group, m.heads_q = max(q.shape[0] // max(k.shape[0], 1), 1), q.shape[0]
         out, lse = tiled.Attend.apply(m, q, k, v, sink, *biases.values())  # type: ignore[no-untyped-call]
         if q.shape[0] > 1 and self.has("heads of the output exchanged"):

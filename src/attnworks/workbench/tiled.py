@@ -52,6 +52,8 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
         total = total + torch.exp(sink.view(-1, 1) - torch.where(top == -torch.inf, 0, top))
     lse = torch.where(total == 0, -torch.inf, top + torch.log(total))
     if has("sink only in the lse") and sink is not None:
+        if not m.addresses.way and len(parts) > 1:
+            weights = torch.cat((torch.softmax(lses[:-1], 0).nan_to_num(0), 0 * weights[-1:]))
         total = weights[:-1].sum(0)
     if len(parts) > 1 and (has("a split left out") or has("splits merged by another weight")):
         weights, total = _other_weights(m, lses, tops), torch.ones_like(total)
@@ -242,7 +244,7 @@ def reported(m: Modifiers, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
     if has("lse of the wrong sign"):
         return -lse
     if has("lse scaled"):
-        return lse * (m.scale if way == 0 else 1 / m.scale)
+        return lse * (m.scale, 1 / m.scale, m.value)[way]
     if k.shape[1] and has("lse of one tile"):
         last = max(k.shape[1] - 1, 0) // m.tile_kv * m.tile_kv
         first = 0 if way else last
@@ -280,8 +282,10 @@ class Attend(torch.autograd.Function):
             out[:, k.shape[1] :] = 0
         if m.has("scale of the output"):
             out = out * m.scale
+        if m.has("output of another size"):
+            out = out * m.value
         if m.has("tail rows unwritten") and (m.seq_q > m.tile_kv or m.addresses.way):
-            out[:, m.seq_q // m.tile_kv * m.tile_kv :] = 0
+            out[:, m.seq_q - 1 if m.addresses.way == 2 else m.seq_q // m.tile_kv * m.tile_kv :] = 0
         if m.leaves_out(v.shape[-1]) and 3 < m.addresses.way < 8:
             out[..., kept_channels(v.shape[-1], m.addresses.way) :] = 0
         if v.shape[-1] > q.shape[-1] and m.has("channels left out") and m.addresses.way == 8:

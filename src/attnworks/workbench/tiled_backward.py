@@ -116,6 +116,8 @@ def _stored(m: Modifiers, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, T
         dk = dk * (factor if way // 2 != 1 else 1)
     if has("gradients in another place"):
         dq, dk, dv = _elsewhere(way, dq, dk, dv)
+    if has("a gradient of another size"):
+        dq, dk, dv = (x * m.value if which == way else x for which, x in enumerate((dq, dk, dv)))
     if has("dv scaled"):
         dv = dv * m.scale
     if has("dk and dv exchanged") and dk.shape == dv.shape:

@@ -20,6 +20,7 @@ WEIGHTS = {"out": 1.0}
 OTHERS = 0.5  # lse and gradients
 # The probes on which a call is repeated, and what it weighs that calls differ or change their inputs.
 STEADINESS = ("square", "off the tile", "gapped", "varlen", "cache")
+FLAGS = ("changes", "writes", "spills")
 STEADINESS_WEIGHT = 20.0
 
 
@@ -65,7 +66,7 @@ class Table:
         count, asked = len(chosen), known.asked
         self.unknown = torch.tensor([v.fault in asked[v.written] for v in chosen])
         self.rows = {name: Rows(truth, count) for name, truth in self.bench.truths.items()}
-        self.changes, self.writes = torch.zeros(2, count, dtype=torch.bool)
+        self.flags = {flag: torch.zeros(count, dtype=torch.bool) for flag in FLAGS}
 
     def compare(self, seen: Observation, chosen: list[int], totals: Totals) -> None:
         """Add to the totals what a subject's answers and those of the chosen variants differ in."""
@@ -96,9 +97,10 @@ class Table:
             totals.in_part.add(in_part, weight * answer.failed)
             totals.alike += alike
             totals.wrong += counts & answer.failed
-        if self.bench.probe.name in STEADINESS or seen.changes or seen.writes:
-            for flag, theirs in ((seen.changes, self.changes[index]), (seen.writes, self.writes[index])):
-                mine = torch.full_like(theirs, flag)
+        for flag in FLAGS:
+            if self.bench.probe.name in STEADINESS or getattr(seen, flag):
+                theirs = self.flags[flag][index]
+                mine = torch.full_like(theirs, getattr(seen, flag))
                 weight = STEADINESS_WEIGHT * (mine | theirs)
                 differ = (mine != theirs).float()
                 totals.everywhere.add(differ, weight)
@@ -114,7 +116,9 @@ class Table:
                 rows.put(place, self.bench.lost(name))
             elif name in seen.answers:  # gradients do not count where the output is wrong
                 rows.put(place, seen.answers[name])
-        self.changes[place], self.writes[place], self.unknown[place] = seen.changes, seen.writes, False
+        for flag in FLAGS:
+            self.flags[flag][place] = getattr(seen, flag)
+        self.unknown[place] = False
 
 
 class Known:

@@ -35,6 +35,7 @@ TILE_PROBES = (
 # some elements), and what its distance over all weighs then: of two that explain the same, the one that says less about
 # other calls comes first.
 NARROWED, IN_PART, ELSEWHERE = 0.3, 0.35, 0.05
+SAME = 0.02  # distances that differ by less are alike
 FIRST_PROBES, HOPEFUL, FINALISTS, BEST_WAYS = 4, 150, 18, 2
 SIZE_PROBES, COARSE_FINALISTS, SIZED_FINALISTS, BEST_SIZES = 2, 10, 6, 2
 
@@ -50,7 +51,8 @@ class Candidate:
     explained: int  # how many wrong tensors of the subject the fault has wrong in a like way
     wrong: int
     left: int  # how many of those still differ from the fault's by more than rounding
-    narrowed: bool = False  # the fault would show in calls that the subject gets right
+    narrowed: bool = False  # the fault would show in calls, or on elements, that the subject gets right
+    number: float | None = None  # the one in the fault that was read from the subject's answers
 
     @property
     def second_fault(self) -> bool:
@@ -93,6 +95,11 @@ class Corpus:
             ]
             self._tables.clear()
 
+    def try_numbers(self, found: Iterable[Variant]) -> None:
+        """Try faults with numbers that the subject's answers show."""
+        self.variants += [variant for variant in found if variant not in self.variants]
+        self._tables.clear()
+
     def rank(self, seen: Sequence[Observation], progress: Progress | None = None) -> list[Candidate]:
         """The faults that come near, the nearest first; none for a subject that fails nowhere.
 
@@ -119,8 +126,11 @@ class Corpus:
             v, (distance, *counts) = self.variants[finalists[place]], found[place].tolist()
             size = v.split_kv if v.fault in SPLIT else v.tile_kv if v.fault in TILED else 0
             explained, wrong, left, narrowed = map(int, counts)
-            ranked.setdefault(v.fault, Candidate(v.fault, distance, size, explained, wrong, left, bool(narrowed)))
-        return list(ranked.values())
+            candidate = Candidate(v.fault, distance, size, explained, wrong, left, bool(narrowed), v.value)
+            ranked.setdefault(v.fault, candidate)
+        # A number that makes one fault of another says nothing beside the other's name.
+        named = min((one.distance for one in ranked.values() if one.number is None), default=1.0)
+        return [one for one in ranked.values() if one.number is None or one.distance < named - SAME]
 
     def _takes_mask_tensors(self, seen: Sequence[Observation]) -> bool:
         """Whether the subject was given a mask as a tensor: one that never is has no faults of such masks."""

@@ -104,6 +104,12 @@ def _probes() -> tuple[Case, ...]:
         _case("varlen, grouped", 40, 60, **pack, **grads),
         _case("varlen, window", 40, 60, **{**pack, "mask": (Window(7, 5),)}),
         _case("varlen, alibi", 40, 60, **{**pack, "scores": (AlibiRule(),)}),
+        _case("varlen, head_dim 40", 40, 60, **{**pack, "mask": ()}, head_dim=40, head_dim_v=40, **grads),
+        _case("varlen, V narrower", 40, 60, **pack, head_dim_v=40),
+        _case("varlen, scale 0.3", 40, 60, **{**pack, "mask": ()}, scale=0.3, **grads),
+        _case("varlen, bf16", 40, 60, **{**pack, "dtype": BF16}),
+        _case("varlen, softcap", 40, 60, **{**pack, "scores": (Softcap(2.0),)}, **grads),
+        _case("varlen, sink", 40, 60, **{**pack, "scores": (SinkRule(),)}),
         _case("varlen with empty", 9, 40, **{**pack, "lengths": ((4, 0), (0, 9), (9, 40), (7, 3))}, **grads),
         _case("cache", 1, 220, **decode),
         _case("cache, 8 heads on 2", 1, 256, **{**decode, "heads_q": 8, "lengths": even}),
@@ -113,6 +119,12 @@ def _probes() -> tuple[Case, ...]:
             220,
             **{**decode, **few, "lengths": ((3, 9), (3, 150), (3, 77)), "mask": (Window(7, 5),)},
         ),
+        _case("cache, head_dim 80", 1, 220, **{**decode, "lengths": even}, head_dim=80, head_dim_v=80),
+        _case("cache, scale 0.3", 1, 220, **decode, scale=0.3),
+        _case("cache, fp16", 2, 220, **{**decode, **few, "lengths": ((2, 9), (2, 150), (2, 77)), "dtype": FP16}),
+        _case("cache, softcap", 1, 220, **decode, scores=(Softcap(2.0),)),
+        _case("cache, alibi", 1, 220, **{**decode, "heads_q": 8}, scores=(AlibiRule(),)),
+        _case("cache, sink", 1, 220, **{**decode, "heads_q": 8}, scores=(SinkRule(),)),
         _case("cache with empty", 1, 96, **{**decode, "lengths": ((1, 0), (1, 40), (1, 96))}),
         _case("pages of 16", 1, 220, **{**decode, "lengths": ((1, 50), (1, 200), (1, 77), (1, 33)), "page_size": 16}),
         _case(
@@ -178,17 +190,20 @@ class Answer:
 @dataclass
 class Observation:
     """A subject's answers to one probe. ``refused``: why it did not run; ``raised``: the exception it ended in;
-    ``changes``: two calls differed in a bit; ``writes``: it changed its inputs."""
+    ``changes``: two calls differed in a bit; ``writes``: it changed its inputs; ``spills``: packed rows that belong to
+    no sequence are not 0."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
     refused: str = ""
     raised: str = ""
     changes: bool = False
     writes: bool = False
+    spills: bool = False
 
     @property
     def failed(self) -> bool:
-        return bool(self.raised or self.changes or self.writes or any(a.failed for a in self.answers.values()))
+        flagged = self.raised or self.changes or self.writes or self.spills
+        return bool(flagged or any(a.failed for a in self.answers.values()))
 
 
 class Bench:
@@ -232,6 +247,9 @@ class Bench:
                 seen.writes = any(not same_bits(kept[name], tensor) for name, tensor in given(inputs).items())
                 again = run(subject, before)
                 seen.changes = any(not same_bits(a, b) for n in first for a, b in zip(first[n], again[n], strict=True))
+            if self.probe.case.spare:
+                out = subject(self.probe.case.build(self.probe.poison))[0]
+                seen.spills = bool((inputs.outside(out) != 0).any())
             seen.writes |= bool(getattr(subject, "seen", ()))  # a guarded subject works on copies, and tells
         except Declined as error:
             return Observation(refused=str(error))

@@ -94,6 +94,7 @@ class Variant:
     split_kv: int = modifiers.SPLIT
     way: int = 0  # how the fault is made
     written: bool = False  # masks and ALiBi as SDPA takes them: tensors
+    value: float | None = None  # the number in it, where a subject's answers show one
 
     @property
     def usual(self) -> bool:
@@ -107,7 +108,7 @@ class Variant:
 
     def subject(self) -> Mutant:
         kind = Written if self.written else Mutant
-        return kind(self.fault, tile_kv=self.tile_kv, split_kv=self.split_kv, way=self.way)
+        return kind(self.fault, tile_kv=self.tile_kv, split_kv=self.split_kv, way=self.way, value=self.value)
 
 
 class Written(Mutant):

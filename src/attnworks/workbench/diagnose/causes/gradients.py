@@ -108,6 +108,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "backward returns (dQ, dK, dV)",
             "Is it stored, and returned?",
         ),
+        "a gradient of another size": Cause(
+            "One of dQ, dK, dV is a constant times the right one.",
+            DS,
+            "Factors of its product and of its store.",
+        ),
         "sequences left out in backward": Cause(
             "Gradients of later sequences are 0.",
             "every sequence has gradients",

@@ -12,6 +12,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "causal shows the next": Cause(
             "Causal: every row but the last sees one key of the future.", CAUSAL, "An offset of one in the mask."
         ),
+        "causal further by a number": Cause(
+            "Causal: each row sees some keys too many or too few, always as many.",
+            CAUSAL,
+            "What is added to the shift: appended keys, padding, a tile.",
+        ),
         "causal ignored": Cause(
             "Causal: as without a mask; right only in the last row.",
             CAUSAL,

@@ -295,6 +295,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             SCALE,
             "The scale belongs to S, not to V or O.",
         ),
+        "scale of another size": Cause(
+            "Wrong everywhere: S is a constant times the right one.",
+            SCALE,
+            "Every factor that S or Q is multiplied by, and what the default scale is made of.",
+        ),
+        "output of another size": Cause(
+            "The output is a constant times the right one.",
+            "O = softmax(S) V",
+            "Factors of V and of the epilogue.",
+        ),
         "scale argument ignored": Cause(
             "Right with the default scale, wrong with any other.",
             SCALE,
