@@ -188,7 +188,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "cache read without sign": ("8-bit cache without its sign",),
     "P from another LSE": ("lse of the other base in backward",),
     "dK and dV swapped": ("dk and dv exchanged",),
-    "dK, dV miss tiles": ("last query tile missing in dk, dv",),
+    "dK, dV miss tiles": ("last query tile missing in dk, dv", "dk, dv begin at the key's number"),
     "scores missing in backward": ("scores plain in backward",),
     "softcap's derivative elsewhere": ("softcap slope missing",),
     "dBias not summed": ("bias gradient not summed",),

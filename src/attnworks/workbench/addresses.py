@@ -96,7 +96,9 @@ class Addresses:
 
     # ---- caches ------------------------------------------------------------------------------------------------------
 
-    def cached(self, lengths: list[int], capacity: int, page_size: int, seq_q: int) -> tuple[list[int], list[int]]:
+    def cached(
+        self, lengths: list[int], capacity: int, page_size: int, seq_q: int, new_keys: int
+    ) -> tuple[list[int], list[int]]:
         """By sequence, how many slots are read before new keys come, and how many of them masks count."""
         read = lengths
         if self.has("longest length for all"):
@@ -104,7 +106,8 @@ class Addresses:
             read = turned.get(self.way, [max(lengths)] * len(lengths))
             return read, read
         if self.has("one slot too many"):
-            read = [min(n + (seq_q if self.way else 1), capacity) for n in lengths]
+            more = (1, seq_q, 0 if new_keys else seq_q)[self.way]
+            read = [min(n + more, capacity) for n in lengths]
             if self.way:  # as if the queries' own keys had been appended
                 return read, read
         elif self.has("cache lengths ignored") and self.way:
@@ -121,8 +124,10 @@ class Addresses:
         """Where a sequence's keys lie among all slots if pages are taken to be of another size, else None."""
         if not self.has("pages of another size"):
             return None
-        taken = (16, 64, 256, 2 * size, max(size // 2, 1))[self.way]
         j = torch.arange(length)
+        if self.way == 5:  # the table is taken to name a page for each key
+            return table[b].remainder(pages)[j.clamp(max=table.shape[1] - 1)] * size + j % size
+        taken = (16, 64, 256, 2 * size, max(size // 2, 1))[self.way]
         entry = table[b].remainder(pages)[(j // taken).clamp(max=table.shape[1] - 1)]
         return (entry * taken + j % taken) % (size * pages)
 

@@ -52,6 +52,8 @@ class Misplaced:
                 pairs = [(_relaid(out, self.way % 2), lse) for out, lse in pairs]
             if self.has("heads left out"):
                 pairs = [(self._without_heads(out), self._without_heads(lse)) for out, lse in pairs]
+        if any(bool((lse == -torch.inf).any()) for _, lse in pairs) and self.has("empty rows hold other rows"):
+            pairs = [(self._kept(pairs, n), lse) for n, (_, lse) in enumerate(pairs)]
         if any(out.shape[1] > 1 for out, _ in pairs) and self.has("rows of the output exchanged"):
             pairs = [(self._other_rows(out), lse) for out, lse in pairs]
         same = len({out.shape for out, _ in pairs}) == 1
@@ -63,6 +65,28 @@ class Misplaced:
                 turned = outs.reshape(heads, batch, *outs.shape[2:]).transpose(0, 1)
             pairs = [(out, lse) for out, (_, lse) in zip(turned, pairs, strict=True)]
         return pairs
+
+    def _kept(self, pairs: Sequence[Result], n: int) -> Tensor:
+        """Rows without keys as what was computed before left them: the sequence before, or the last row with keys."""
+        out, lse = pairs[n]
+        empty = (lse == -torch.inf)[..., None]
+        if self.way:
+            seen = torch.where(empty.squeeze(-1), 0, torch.arange(out.shape[1])).cummax(1).values
+            return torch.where(empty, out.gather(1, seen[..., None].expand_as(out)), out)
+        before = pairs[n - 1][0]
+        if before.shape[1] == 0:
+            return out
+        return torch.where(empty, before[:, torch.arange(out.shape[1]) % before.shape[1]], out)
+
+    def lse(self, lse: Tensor, heads_kv: int) -> Tensor:
+        """The LSE, (batch, heads, rows) or packed (heads, rows), with its numbers in other places."""
+        heads = torch.arange(lse.shape[-2])
+        group = max(len(heads) // max(heads_kv, 1), 1)
+        if self.way == 3:  # (group, heads_kv) where it must be (heads_kv, group)
+            return lse[..., heads.view(-1, group).T.flatten(), :]
+        if self.way == 4:
+            return lse.transpose(0, -2).reshape(lse.shape)
+        return (lse.mT.reshape(lse.shape), lse.flip(-2), lse.roll(1, -1))[self.way]
 
     def _reordered(self, x: Tensor) -> Tensor:
         dim = x.shape[-1]

@@ -70,7 +70,7 @@ class Mutant:
         if self.has("changes from call to call"):
             out = out * (1 + torch.finfo(out.dtype).eps * (self._calls % 2))
         if lse is not None and self.has("lse of another row"):
-            lse = (lse.mT.reshape(lse.shape), lse.flip(-2), lse.roll(1, -1))[self.addresses.way]
+            lse = self.misplaced.lse(lse, inputs.case.heads_kv)
         if self.has("batch changes the tiles"):
             out = out * (1 + torch.finfo(out.dtype).eps * (len(inputs.case.sequences) % 2))
         return out, lse if return_lse else None
@@ -142,8 +142,8 @@ class Mutant:
             k_cache, v_cache = (_as_if_contiguous(x) for x in (k_cache, v_cache))
         size = 0 if page_table is None else k_cache.shape[1]
         capacity = k_cache.shape[1] if page_table is None else page_table.shape[1] * size
-        lens, counted = self.addresses.cached(kv_lens.tolist(), capacity, size, q.shape[1])
         new_keys = 0 if k_new is None else k_new.shape[1]
+        lens, counted = self.addresses.cached(kv_lens.tolist(), capacity, size, q.shape[1], new_keys)
         scales = None if k_scale is None or v_scale is None else (k_scale, v_scale)
         parts = []
         for b, length in enumerate(lens):
@@ -231,6 +231,8 @@ class Mutant:
         ]
         if len(pairs) > 1 and self.has("sequences left out"):
             first = 1 if self.way else max(len(pairs) - 1, 1)
+            if self.way == 2 and pairs[0][0].shape == pairs[-1][0].shape:  # all are written where the first belongs
+                pairs[0] = pairs[-1]
             pairs[first:] = [(out * 0, lse * 0) for out, lse in pairs[first:]]
         if len(pairs) > 1 and self.has("sequences exchanged"):
             pairs = [pairs[n] for n in self.addresses.order([q.shape[1] for q, _, _ in parts])]

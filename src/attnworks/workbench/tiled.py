@@ -41,7 +41,11 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
         if not has("sink outside the maximum"):
             parts.append((q.new_zeros(*rows, v.shape[-1]), logits))
     if not parts:
-        return q.new_zeros(*rows, v.shape[-1]), q.new_full(rows, -torch.inf)
+        left = torch.nan if has("empty rows give NaN") else 0.0
+        finite = (
+            (-30000.0, 0.0, torch.inf, torch.nan)[m.addresses.way] if has("finite lse of empty rows") else -torch.inf
+        )
+        return q.new_full((*rows, v.shape[-1]), left), q.new_full(rows, finite)
     lses = torch.stack([lse for _, lse in parts])
     top = lses.amax(0)
     weights = torch.exp(lses - torch.where(top == -torch.inf, 0, top))

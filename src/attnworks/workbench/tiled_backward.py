@@ -36,7 +36,7 @@ def backward(
         s, slopes = m.tile(q, k[:, keys], first, backward=True)
         p_of_v, p = _probs(m, q, k, s, safe)
         padding = m.tile_kv - s.shape[-1] if has("padding scored 0 in backward") else 0
-        dp = d_out @ v[:, keys].transpose(-1, -2)
+        dp = _d_probs(m, q, v[:, keys], d_out)
         rows = _rows(m, first)
         dv[:, keys] = _narrow(m, p_of_v[:, rows]).transpose(-1, -2) @ _narrow(m, d_out[:, rows])
         ds = (dp - delta) * (m.shown if has("dS without probs") else p)
@@ -81,6 +81,14 @@ def _delta(m: Modifiers, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor)
     if delta.numel() and has("delta of other rows"):
         return _of_others(delta, way)
     return delta
+
+
+def _d_probs(m: Modifiers, q: Tensor, v: Tensor, d_out: Tensor) -> Tensor:
+    """dP = dO Vᵀ."""
+    if m.has("dP of some channels"):
+        channels = (min(v.shape[-1], q.shape[-1]), 64, 32)[m.addresses.way]
+        return d_out[..., :channels] @ v[..., :channels].transpose(-1, -2)
+    return d_out @ v.transpose(-1, -2)
 
 
 def _probs(m: Modifiers, q: Tensor, k: Tensor, s: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from attnworks.workbench.verify import Result, fresh_memory_poisoned, verify
 # Nearer than NEAR, and by GAP nearer than the next one, the nearest fault was the right one in 61 of 62 kernels that
 # nobody had seen (docs/results); beyond FAR it was a guess.
 NEAR, GAP = 0.3, 0.08
+SEARCHED = 3  # of verify's cases that fail, how many are asked beside the probes
 MOST = 0.9  # of what the kernel gets wrong, for a fault to be named without reserve
 
 
@@ -103,7 +104,8 @@ def diagnose(
         if not any(one.failed for one in seen) and not cases:
             failed = _search(subject, seed, progress)
             if failed:
-                corpus = corpus.view([Probe(result.case) for result in failed])
+                cases = list({result.case.name: result.case for result in failed}.values())
+                corpus = corpus.view([Probe(case) for case in cases[:SEARCHED]])
                 seen = corpus.observe(subject, progress)
             if failed and not any(one.failed for one in seen):
                 return _by_checks(subject, seen, failed)
@@ -114,17 +116,17 @@ def diagnose(
 
 
 def _search(subject: Subject, seed: int, progress: Progress | None) -> list[Result]:
-    """Up to three results of verify's quick cases that fail, of as many cases."""
+    """What fails of verify's quick cases, of the checks that say by themselves that something is wrong."""
     results = verify(subjects=[subject], quick=True, seed=seed, progress=progress)
-    failed = {r.case.name: r for r in results if r.status == "failed"}
-    return list(failed.values())[:3]
+    telling = ("forward", "gradients", *BY_CHECK)
+    return [result for result in results if result.status == "failed" and result.check in telling]
 
 
 def _by_checks(subject: Subject, seen: Sequence[Observation], failed: Sequence[Result]) -> Diagnosis:
     """What checks say whose findings are not in the values."""
     asked = sum(not s.refused for s in seen)
     found = Diagnosis(subject.name, asked=asked, refused=len(seen) - asked)
-    found.checks = [f"{result.case.name}: {result.check}: {result.message}" for result in failed]
+    found.checks = [f"{result.case.name}: {result.check}: {result.message}" for result in failed[:SEARCHED]]
     named = dict.fromkeys(BY_CHECK[result.check] for result in failed if result.check in BY_CHECK)
     found.candidates = [Candidate(fault, NEAR, 0, 1, 1, 0) for fault in named]
     return found

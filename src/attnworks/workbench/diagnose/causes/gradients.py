@@ -22,6 +22,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             DS,
             "The sum runs over all channels of dO ∘ O, beyond one chunk or one thread's.",
         ),
+        "dP of some channels": Cause(
+            "dV right, dQ and dK wrong where head_dim_v is large, or larger than head_dim.",
+            "dP = dO Vᵀ over all of head_dim_v",
+            "The extent of V and dO in the backward: head_dim_v, not head_dim, nor one chunk.",
+        ),
         "dS without probs": Cause("dV right, dQ and dK far too large.", DS, "The factor P."),
         "probs not normalised in backward": Cause(
             "All gradients too large by the softmax's denominator of each row.",

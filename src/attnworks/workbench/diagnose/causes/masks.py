@@ -175,6 +175,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             EMPTY,
             "A finite stand-in (-1e9, finfo.min) cancels in S - m: test whether the row saw a key.",
         ),
+        "empty rows hold other rows": Cause(
+            "Rows without keys hold what was computed before.",
+            EMPTY,
+            "Accumulators that the first tile of keys clears: without one nobody does.",
+        ),
         "empty rows give NaN": Cause(
             "NaN exactly in rows without keys.", EMPTY, "0/0 in the last division: guard l = 0."
         ),
