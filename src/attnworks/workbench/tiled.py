@@ -297,7 +297,8 @@ class Attend(torch.autograd.Function):
         if q.dtype == torch.float32 and m.has("output in 16 bits"):
             out = out.to(torch.float16 if m.addresses.way else torch.bfloat16)
         rounded = out.to(q.dtype)
-        ctx.saved = (*wide, rounded.to(compute), lse)
+        # Without their history: an output that its own node keeps is never freed.
+        ctx.saved = (*wide, rounded.detach().to(compute), lse.detach())
         return rounded, reported(m, wide[0], wide[1], lse)
 
     @staticmethod

@@ -234,7 +234,8 @@ class Bench:
                 first = run(subject, inputs)
                 answers = self._judged(first)
             if self.probe.case.gradients and (answers is None or not answers["out"].failed):
-                asked = inputs if first is None else self.probe.case.build(self.probe.poison)
+                fresh = properties or first is not None  # inputs that no call may have written into
+                asked = self.probe.case.build(self.probe.poison) if fresh else inputs
                 answers = self._with_gradients(subject, asked) or answers
             if answers is None:
                 first = run(subject, inputs)
