@@ -28,6 +28,9 @@ class Addresses:
         read = own
         if self.has("key offsets from queries"):
             read = [self._moved(n, ends_q, ends_kv, lengths) for n in range(len(own))]
+        elif self.has("keys end with the queries") and self.way:
+            longest = max(b - a for a, b in pairwise(ends_q))  # of all sequences
+            return [slice(s.start, s.start + min(n, longest)) for n, s in zip(lengths, own, strict=True)], lengths
         elif self.has("sequences not apart") and self.way < 7:
             read = [self._mixed(n, s, ends_kv[-1], max(lengths)) for n, s in enumerate(own)]
         elif self.has("tail keys unmasked") and self.way == 1:
@@ -171,9 +174,11 @@ class Addresses:
         share = {1: 0.5, 2: 0.75, 3: 0.875}.get(self.way, 0.0)
         return self.has("hidden tiles give NaN") and bool(self.way) and length <= share * capacity
 
-    def slot(self, length: int) -> int:
-        """Where the first new key goes."""
-        return (max(length - 1, 0), length + 1, 0, length // 16 * 16)[self.way]
+    def slot(self, length: int, n: int, page_size: int) -> int:
+        """Where new key ``n`` goes."""
+        if self.way == 4 and page_size:  # all into the page of the first one, from its beginning again
+            return length // page_size * page_size + (length + n) % page_size
+        return (max(length - 1, 0), length + 1, 0, length // 16 * 16, length)[self.way] + n
 
     def scale(self, name: str, k_scale: Tensor, v_scale: Tensor, heads_q: int) -> Tensor:
         """What the numbers of an 8-bit cache are multiplied by, (KV or query heads or 1, 1)."""

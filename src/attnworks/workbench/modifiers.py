@@ -156,7 +156,9 @@ class Modifiers:
                 return s, None
             if has("alibi of the wrong head"):
                 slopes = self._other_slopes(slopes, modifier.slopes.view(-1, len(slopes)))
-            shift = 0 if has("alibi from the first key") else self.seq_kv - self.seq_q
+            shift = self.seq_kv - self.seq_q
+            if has("alibi from the first key"):
+                shift = -shift if self.addresses.way else 0
             behind = i + shift - seen_as
             if has("alibi scaled"):
                 slopes = slopes * self._factor()
@@ -219,7 +221,7 @@ class Modifiers:
         end = self.limit - (1 if has("last key dropped") and not self.addresses.way else 0)
         if end > 128 and has("keys past a limit unread"):
             end = min(end, 8192 >> self.addresses.way)
-        if end > self.seq_q and has("keys end with the queries"):
+        if end > self.seq_q and has("keys end with the queries") and not way:
             end = self.seq_q
         shown = ((j < end) & (j > 0 if has("first key dropped") else j >= 0)).expand(1, self.seq_q, -1)
         if backward and has("mask missing in backward"):
@@ -258,7 +260,8 @@ class Modifiers:
         if has("mask of head 0"):
             turned = [of_heads_first(whole, self.sequence, turned) for turned in (False, True)]
             own = (own[:1], whole[0], *turned, next_sequence(whole, self.sequence))[self.addresses.way]
-        own = own[:, :1] if has("bias of row 0") else own
+        if has("bias of row 0"):
+            own = own[..., :1] if self.addresses.way else own[:, :1]
         own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
         return self._columns(own[:, : self.seq_q], j)
 

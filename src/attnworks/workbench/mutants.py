@@ -165,6 +165,8 @@ class Mutant:
             limits = [limit - 1 for limit in limits]
         if size and self.has("last partial tile dropped") and self.way:
             limits = [limit // size * size if limit > size else limit for limit in limits]
+        if size and self.has("full last page left out"):
+            limits = [limit - size if limit and limit % size == 0 else limit for limit in limits]
         unseen = self.has("causal before the append") or (self.has("new keys not appended") and self.way == 2)
         counted = [n + (0 if unseen else new_keys) for n in counted]
         whole = self.has("cache lengths ignored") and not self.way
@@ -190,8 +192,9 @@ class Mutant:
             new = new.flip(1)
         if self.has("new keys in the wrong slot"):
             rows = self._cached(cache, page_table, b, length + new.shape[1], which).clone()
-            slot = self.addresses.slot(length)
-            rows[slot : slot + new.shape[1]] = new[b, : max(len(rows) - slot, 0)]
+            for n, one in enumerate(new[b]):
+                slot = self.addresses.slot(length, n, 0 if page_table is None else cache.shape[1])
+                rows[slot : slot + 1] = one
             return rows
         if self.has("new keys not appended"):
             rows = self._cached(cache, page_table, b, length + new.shape[1], which).clone()
@@ -267,7 +270,8 @@ class Mutant:
                     own = next_sequence(whole, b) if self.way == 4 else of_heads_first(whole, b, turned=self.way == 3)
                 else:
                     own = whole[b if whole.shape[0] > 1 and not self.has("bias of sequence 0") else 0]
-                own = own[:, :1] if self.has("bias of row 0") else own
+                if self.has("bias of row 0"):
+                    own = own[..., :1] if self.way else own[:, :1]
                 if self.has("bias gradient not summed") and (b > 0 if self.way else own.shape[0] == 1):
                     shared = whole.shape[0] == 1
                     own = (own.detach() if shared else own) if self.way else self._of_one_head(own, q.shape[0])

@@ -39,7 +39,8 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
         if has("sink counted twice"):
             logits = logits + math.log(len(parts) if m.addresses.way and parts else 2)
         if not has("sink outside the maximum"):
-            parts.append((q.new_zeros(*rows, v.shape[-1]), logits))
+            held = v[:, :1].expand(*rows, -1) if v.shape[1] and has("sink has a value") else q.new_zeros(1)
+            parts.append((held.expand(*rows, v.shape[-1]), logits))
     if not parts:
         left = torch.nan if has("empty rows give NaN") else 0.0
         finite = (
@@ -114,6 +115,8 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
             alpha = exp(
                 (top - safe) * (math.log(2), math.log2(math.e), 1 / abs(m.scale), abs(m.scale))[m.addresses.way]
             )
+        if first > 0 and has("correction rounded"):
+            alpha = alpha.to(torch.bfloat16 if m.addresses.way else torch.float16).to(alpha.dtype)
         if has("sum and accumulator not rescaled"):
             alpha = torch.where(safe - top < (1.0 if m.addresses.way else torch.inf), 1.0, alpha)
         share = p.sum(-1, keepdim=True)
@@ -122,7 +125,8 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         if has("a tile missing in the sum"):
             share = share * (not _missing(m, start + first, p.shape[-1]))
         total = total * (1 if has("sum not rescaled") else 0 if has("sum overwritten by each tile") else alpha) + share
-        total = total.to(m.dtype).to(total.dtype) if has("sum in low precision") else total
+        if has("sum in low precision"):
+            total = total.to((m.dtype, torch.float16, torch.bfloat16)[m.addresses.way]).to(total.dtype)
         acc = acc * (1 if has("accumulator not rescaled") or has("rescaled after adding") else alpha)
         acc = acc * (0 if has("accumulator overwritten by each tile") else 1)
         p = p[..., : v[:, keys].shape[1]]
@@ -277,9 +281,10 @@ class Attend(torch.autograd.Function):
         if m.has("K and V exchanged") and k.shape == v.shape:
             wide[1], wide[2] = wide[2], wide[1]
         if q.dtype != torch.bfloat16 and m.has("inputs in bf16"):
-            wide = [x.bfloat16().to(compute) for x in wide]
+            coarse, which = ((torch.bfloat16, torch.float16)[m.addresses.way % 2], (2, 0, 1)[m.addresses.way // 2])
+            wide = [x.to(coarse).to(compute) if which in (2, n == 2) else x for n, x in enumerate(wide)]
         if m.has("products in tf32") and q.dtype == torch.float32:
-            wide = [_in_tf32(x) for x in wide]
+            wide = [_in_tf32(x) if m.addresses.way in (0, 1 + (n == 2)) else x for n, x in enumerate(wide)]
         out, lse = forward(m, wide[0], wide[1], wide[2], None if sink is None else sink.to(compute))
         ctx.m, ctx.sink, ctx.dtypes, ctx.heads_kv = m, sink, (q.dtype, k.dtype, v.dtype), k.shape[0]
         if m.seq_q > k.shape[1] and m.has("rows end with the keys"):

@@ -53,6 +53,8 @@ def backward(
         if k.shape[1] > m.tile_kv and has("last tile missing in dq"):
             step = step * _dq_keeps(m, first, k.shape[1])
         dq = step if has("dq overwritten by each tile") else dq + step
+        if has("backward in 16 bits") and way > 5:  # where it is summed up
+            dq = dq.to(torch.bfloat16 if way == 6 else torch.float16).to(dq.dtype)
         dk[:, keys] = ds[:, rows].transpose(-1, -2) @ q[:, rows] * _scale(m, "dk")
     d_sink = None
     if sink is not None:
@@ -62,6 +64,8 @@ def backward(
             d_sink = d_sink * (m.sequence == 0) if way == 2 else -shares[:, 0 if way else -1]
         if has("sink gradient missing"):
             d_sink = -d_sink if way else torch.zeros_like(d_sink)
+    if any(d.numel() for d in d_biases.values()) and has("bias gradient in another place"):
+        d_biases = {place: d.roll(1, 1) if way else d.flip(0) for place, d in d_biases.items()}
     return *_stored(m, dq, dk, dv), [d_biases[place] for place in m.biases], d_sink
 
 
@@ -76,6 +80,8 @@ def _delta(m: Modifiers, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor)
     delta = delta - seen * ((-1 if way else 0) if has("lse cotangent ignored") else 1)
     if has("delta missing"):
         return torch.zeros_like(delta)
+    if has("backward in 16 bits") and way in (4, 5):
+        return delta.to(torch.bfloat16 if way == 4 else torch.float16).to(delta.dtype)
     if has("delta of the wrong sign"):
         return -delta
     if delta.numel() and has("delta of other rows"):

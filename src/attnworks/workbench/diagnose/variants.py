@@ -31,6 +31,7 @@ TILED = (
     "a tile missing in the sum",
     "a tile missing in the accumulator",
     "running maximum rounded",
+    "correction rounded",
     "K of another tile",
     "numbered within their tile",
     "masked in one tile only",

@@ -183,6 +183,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Is it returned?",
         ),
         "bias gradient scaled": Cause("dBias off by the scale.", "dBias = dS", "dS before the scale is multiplied in."),
+        "bias gradient in another place": Cause(
+            "dBias has the right numbers in other heads or rows.",
+            "dBias[b, h, i, j] = dS[b, h, i, j]",
+            "The strides of its store.",
+        ),
         "sink gradient missing": Cause(
             "dSink is 0, or has the wrong sign.", "dSink = -Σ exp(sink - LSE) · delta", "Is it returned, and its sign?"
         ),

@@ -262,6 +262,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             SINK,
             "exp(sink - m), not exp(sink).",
         ),
+        "sink has a value": Cause(
+            "With sinks: LSE right, the output leans towards one key's value.",
+            SINK,
+            "A column beside the scores has no row of V.",
+        ),
         "sink left out of the lse": Cause(
             "With sinks: output right, LSE too small.", SINK, "The LSE is of the l used."
         ),

@@ -150,6 +150,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             PAGES,
             "A page size that is written as a number, or another level's.",
         ),
+        "full last page left out": Cause(
+            "Pages: wrong for a sequence that fills its last page.",
+            PAGES,
+            "seq_kv % page_size is 0 for a full page: the last page holds (seq_kv - 1) % page_size + 1 keys.",
+        ),
         "page stride from sizes": Cause(
             "Pages: right where pages lie close together.", PAGES, "The page stride is the tensor's own."
         ),

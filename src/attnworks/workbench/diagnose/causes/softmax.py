@@ -86,6 +86,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             RESCALE,
             "The dtype in which the maximum is kept from tile to tile: α must be made of the same number as P was.",
         ),
+        "correction rounded": Cause(
+            "Right on one tile of keys; errors of 16 bits on more, where the maximum rises.",
+            RESCALE,
+            "The dtype of α.",
+        ),
         "maximum shared by rows": Cause(
             "Right on ordinary scores; rows far below others come out as 0 or NaN.",
             "m is each row's own",
