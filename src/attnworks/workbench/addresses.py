@@ -57,6 +57,7 @@ class Addresses:
             n * length,
             ends_kv[n] + 1,
             ends_kv[n] - 1,
+            ends_kv[sum(a < b for a, b in pairwise(ends_q[: n + 1]))],  # counted without sequences that have no queries
         )[self.way - 1]
         start = max(0, min(start, total - length))  # a read past the end would be a crash
         return slice(start, start + length)

@@ -27,6 +27,7 @@ FAULTS = {
     "a tile counted twice": "stress: normal, fp32",
     "one added to the sum": "hand: full",
     "sum of other rows": "hand: full",
+    "sum of part of the keys": "hand: full",
     "running maximum rounded": "stress: rising maximum, fp32",
     "correction rounded": "stress: normal, fp32",
     "maximum shared by rows": "stress: large scores, fp32",
@@ -261,7 +262,7 @@ FAULTS = {
 }
 
 WAYS = {
-    "key offsets from queries": 8,
+    "key offsets from queries": 9,
     "rescaled by another exponent": 3,
     "mask or bias at another address": 7,
     "lse of another row": 4,
@@ -347,7 +348,7 @@ WAYS = {
     "V of another key": 2,
     "K of another tile": 1,
     "Q of another place": 5,
-    "splits merged by another weight": 2,
+    "splits merged by another weight": 5,
     "a split left out": 3,
     "scale of a constant head_dim": 1,
     "packed rows in the mask": 3,
@@ -361,7 +362,7 @@ WAYS = {
     "lse without its logarithm": 2,
     "lse scaled": 2,
     "tanh approximated": 1,
-    "rows of the output exchanged": 3,
+    "rows of the output exchanged": 4,
     "heads left out": 3,
     "layouts confused": 9,
     "batch and heads mixed": 3,
@@ -396,10 +397,12 @@ WAYS = {
     "bias of row 0": 1,
     "alibi from the first key": 1,
     "inputs in bf16": 5,
-    "products in tf32": 2,
+    "products in tf32": 3,
     "sum in low precision": 2,
     "correction rounded": 1,
     "bias gradient in another place": 1,
+    "sum of part of the keys": 3,
+    "causal by tile": 3,
 }
 
 # The number in a fault that has one, where none is given; "diagnose" reads it from a kernel's answers (``reading.py``).

@@ -120,6 +120,9 @@ class Misplaced:
             return out.roll((1, -1)[self.way], 1)
         if self.way == 2:
             return out.flip(1)
+        if self.way == 4:  # rows 8 apart, as a fragment of a matrix unit holds them
+            rows = torch.arange(out.shape[1])
+            return out[:, torch.where((rows ^ 8) < len(rows), rows ^ 8, rows)]
         return torch.cat(
             torch.split(out, self.tile, 1)[::-1], 1
         )  # the tiles in the order of a grid that is turned round

@@ -314,7 +314,7 @@ class Modifiers:
         if causal:
             off = -1 if has("causal hides itself") else 1 if has("causal shows the next") else 0
             if has("causal by tile"):
-                return origin // self.tile_kv >= j // self.tile_kv
+                return self._by_tile(origin, j)
             if has("diagonal tile skipped"):
                 return (j <= origin) & (j < self._loop_end(origin))
             if has("causal upside down"):
@@ -344,6 +344,18 @@ class Modifiers:
         if right is not None and not has("window without right end"):
             shown = shown & (j <= origin + right + further)
         return shown
+
+    def _by_tile(self, origin: Tensor, j: Tensor) -> Tensor:
+        """Causal whose mask is missing in tiles that the diagonal crosses: in all; in all but that with the number of
+        the row's own tile; in all but the last one of a block of two or four tiles' rows."""
+        tile, way = self.tile_kv, self.addresses.way
+        if not way:
+            return origin // tile >= j // tile
+        rows = torch.arange(origin.shape[1]).view(1, -1, 1)
+        size = (1, 2, 4)[way - 1] * tile
+        last = (origin - rows + ((rows // size + 1) * size).clamp(max=origin.shape[1]) - 1) // tile
+        masked = rows // tile if way == 1 else last
+        return (j // tile <= last) & ((j // tile != masked) | (j <= origin))
 
     def _loop_end(self, origin: Tensor) -> Tensor:
         """Where a causal loop over keys ends for each row that ends too early: at the tile that holds the diagonal; at

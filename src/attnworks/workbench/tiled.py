@@ -62,6 +62,11 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
         total = weights[:-1].sum(0)
     if len(parts) > 1 and (has("a split left out") or has("splits merged by another weight")):
         weights, total = _other_weights(m, lses, tops), torch.ones_like(total)
+        if m.addresses.way == 5:  # accumulators by their maxima, sums as they are
+            maxima = torch.stack([*tops, *lses[len(tops) :]])
+            highest = torch.where(top == -torch.inf, 0, maxima.amax(0))
+            weights, total = torch.exp(lses - highest), torch.exp(lses - maxima).nan_to_num(0).sum(0)
+            lse = torch.where(total == 0, -torch.inf, highest + torch.log(total))
     if has("splits averaged"):
         sizes = [min(size, k.shape[1] - a) for a in range(0, k.shape[1], size or 1)]
         alike = shares(sizes, len(parts), m.addresses.way).to(q.dtype)
@@ -120,6 +125,10 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         if has("sum and accumulator not rescaled"):
             alpha = torch.where(safe - top < (1.0 if m.addresses.way else torch.inf), 1.0, alpha)
         share = p.sum(-1, keepdim=True)
+        if has("sum of part of the keys"):
+            lanes = torch.arange(p.shape[-1])
+            held = (lanes % 2 == 0, lanes % 2 == 1, lanes < m.tile_kv // 2, lanes % 8 < 2)[m.addresses.way]
+            share = (p * held).sum(-1, keepdim=True)
         if has("a tile counted twice") and _missing(m, start + first, p.shape[-1]):
             p, share = 2 * p, 2 * share
         if has("a tile missing in the sum"):
@@ -197,9 +206,20 @@ def _other_weights(m: Modifiers, lses: Tensor, tops: list[Tensor]) -> Tensor:
         lses = torch.where(keep.view(-1, 1, 1) > 0, lses, -torch.inf)
     elif way == 0:
         lses = torch.stack([*tops, *lses[len(tops) :]])  # by their maxima alone
+    elif way > 2:  # one after the other, by an LSE of what was merged that is the first one's or the largest
+        return _in_turn(lses, way == 4)
     else:
         lses = lses * (math.log2(math.e), math.log(2))[way - 1]  # exp of what is in base 2, or the other way round
     return torch.softmax(lses, 0).nan_to_num(0)
+
+
+def _in_turn(lses: Tensor, largest: bool) -> Tensor:
+    weights, merged = [torch.ones_like(lses[0])], lses[0]
+    for lse in lses[1:]:
+        share = torch.sigmoid((lse - merged).nan_to_num(0, torch.inf, -torch.inf))
+        weights = [*(w * (1 - share) for w in weights), share]
+        merged = torch.maximum(merged, lse) if largest else merged
+    return torch.stack(weights)
 
 
 def _values(m: Modifiers, v: Tensor, keys: slice) -> Tensor:
@@ -223,9 +243,11 @@ def _skipped(m: Modifiers, first: int, size: int) -> bool:
     )
 
 
-def _in_tf32(x: Tensor) -> Tensor:
-    """Rounded to the 10 stored bits of a TF32 mantissa."""
-    return ((x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).to(x.dtype)
+def _in_tf32(x: Tensor, cut: bool) -> Tensor:
+    """Rounded, or ``cut`` as matrix units do, to the 10 stored bits of a TF32 mantissa."""
+    return (
+        ((x.float().contiguous().view(torch.int32) + (0 if cut else 0x1000)) & ~0x1FFF).view(torch.float32).to(x.dtype)
+    )
 
 
 def _accumulate_fp16(acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
@@ -284,7 +306,8 @@ class Attend(torch.autograd.Function):
             coarse, which = ((torch.bfloat16, torch.float16)[m.addresses.way % 2], (2, 0, 1)[m.addresses.way // 2])
             wide = [x.to(coarse).to(compute) if which in (2, n == 2) else x for n, x in enumerate(wide)]
         if m.has("products in tf32") and q.dtype == torch.float32:
-            wide = [_in_tf32(x) if m.addresses.way in (0, 1 + (n == 2)) else x for n, x in enumerate(wide)]
+            way = m.addresses.way
+            wide = [_in_tf32(x, way == 3) if way in (0, 1 + (n == 2), 3) else x for n, x in enumerate(wide)]
         out, lse = forward(m, wide[0], wide[1], wide[2], None if sink is None else sink.to(compute))
         ctx.m, ctx.sink, ctx.dtypes, ctx.heads_kv = m, sink, (q.dtype, k.dtype, v.dtype), k.shape[0]
         if m.seq_q > k.shape[1] and m.has("rows end with the keys"):

@@ -95,6 +95,8 @@ def _probes() -> tuple[Case, ...]:
         _case("bias", 50, 70, scores=(BiasRule("bhqk"),), **heads),
         _case("bias that hides", 50, 70, scores=(BiasRule("bhqk", hide=True),), **heads),
         _case("bias without heads", 50, 70, scores=(BiasRule("b1qk"),), **heads),
+        _case("bias without sequences", 50, 70, scores=(BiasRule("1hqk"),), **heads),
+        _case("softcap, then bias", 50, 70, scores=(Softcap(2.0), BiasRule("b1qk"))),
         _case("bias, then softcap", 50, 70, scores=(BiasRule("bhqk"), Softcap(2.0)), **heads),
         _case("sink", 50, 70, scores=(SinkRule(),), **heads),
         _case("sink 30000", 50, 70, scores=(SinkRule(30000.0),)),

@@ -81,6 +81,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "O[i] = acc[i] / l[i]",
             "The lanes, or the rows of the tile, that hold the sum that a row is divided by.",
         ),
+        "sum of part of the keys": Cause(
+            "Weights sum to more than 1, in every row by another factor; LSE too small.",
+            RESCALE,
+            "The reduction of the row's sum over the lanes that share it.",
+        ),
         "running maximum rounded": Cause(
             "Right on one tile of keys; small errors on more that grow with the scores.",
             RESCALE,
