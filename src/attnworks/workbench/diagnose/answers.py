@@ -134,7 +134,7 @@ class Known:
 
     def answers(self, v: Variant) -> Observation:
         if v not in self._seen:
-            seen = self.bench.observe(v.subject(), properties=v.fault in UNSTEADY, wrong_ones=False)
+            seen = self.bench.observe(v.subject(self.bench.long), properties=v.fault in UNSTEADY, wrong_ones=False)
             # Only what is wrong is compared, on the sample.
             seen.answers = {name: replace(a, parts=[]) for name, a in seen.answers.items() if a.failed}
             self._seen[v] = seen

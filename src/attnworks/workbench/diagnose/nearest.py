@@ -20,7 +20,16 @@ from torch import Tensor
 from attnworks.workbench.cases import BooleanRule
 from attnworks.workbench.diagnose.answers import STEADINESS, Known, Table, Totals
 from attnworks.workbench.diagnose.probes import Bench, Observation, Probe, probes
-from attnworks.workbench.diagnose.variants import BACKWARD, SPLIT, TILE_SIZES, TILED, UNSTEADY, Variant, variants
+from attnworks.workbench.diagnose.variants import (
+    BACKWARD,
+    LONG_WAYS,
+    SPLIT,
+    TILE_SIZES,
+    TILED,
+    UNSTEADY,
+    Variant,
+    variants,
+)
 from attnworks.workbench.faults import WAYS
 from attnworks.workbench.subjects import Subject
 
@@ -115,6 +124,10 @@ class Corpus:
         few = sorted({failing[round(n * (len(failing) - 1) / (FIRST_PROBES - 1))] for n in range(FIRST_PROBES)})
         tensors = self._takes_mask_tensors(seen)
         usual = [place for place, v in enumerate(self.variants) if v.usual and (tensors or not v.written)]
+        if all(self.benches[place].long for place in failing):  # where each variant takes a second
+            usual = [
+                place for place in usual if not self.variants[place].way or self.variants[place].fault in LONG_WAYS
+            ]
         hopeful = self._distances(seen, sorted({few[0], few[-1]}), usual, progress)[:, 0].argsort(stable=True)
         usual = [usual[place] for place in hopeful[:HOPEFUL].tolist()]
         near = self._nearest(seen, few, usual, progress)[:FINALISTS]
@@ -124,7 +137,7 @@ class Corpus:
         ranked: dict[str, Candidate] = {}
         for place in found[:, 0].argsort(stable=True).tolist():
             v, (distance, *counts) = self.variants[finalists[place]], found[place].tolist()
-            size = v.split_kv if v.fault in SPLIT else v.tile_kv if v.fault in TILED else 0
+            size = v.size if v.fault in {*TILED, *SPLIT} else 0
             explained, wrong, left, narrowed = map(int, counts)
             candidate = Candidate(v.fault, distance, size, explained, wrong, left, bool(narrowed), v.value)
             ranked.setdefault(v.fault, candidate)
@@ -140,6 +153,7 @@ class Corpus:
     def _sizes(self, seen: Sequence[Observation], failing: list[int], progress: Progress | None) -> list[int]:
         """The best tile sizes of the nearest of the faults that have such, by the first probes that tell."""
         telling = [place for place in failing if _tells_sizes(self.benches[place])][:SIZE_PROBES]
+        telling = [place for place in telling if not self.benches[place].long]
         if not telling:
             return []
         if self.benches[telling[0]].probe.case.form != "dense":

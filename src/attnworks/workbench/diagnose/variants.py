@@ -82,6 +82,9 @@ SPLIT = ("splits averaged", "splits summed", "splits merged by another weight", 
 COARSE = (16, 32, 64, 128)  # those of all faults; the others are tried for faults that these bring near
 TILE_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
 
+SUMMED = ("fp16 accumulation", "sum in low precision")  # errors that grow from tile to tile
+LONG_WAYS = (*SUMMED, "keys past a limit unread")  # whose ways thousands of keys tell apart
+LONG_TILE, LONG_SPLIT = 512, 2048  # where there are thousands of keys
 # Faults that show in what a second call returns or in what the first one left behind.
 UNSTEADY = ("changes from call to call", "writes into q")
 
@@ -104,12 +107,20 @@ class Variant:
     @property
     def coarse(self) -> bool:
         """Whether its size is one that all faults are tried with."""
-        size = self.split_kv if self.fault in SPLIT else self.tile_kv
-        return size in COARSE or size not in TILE_SIZES
+        return self.size in COARSE or self.size not in TILE_SIZES
 
-    def subject(self) -> Mutant:
+    @property
+    def size(self) -> int:
+        """The one that the fault depends on: of tiles or of splits, -n for n splits."""
+        return self.split_kv if self.fault in SPLIT else self.tile_kv
+
+    def subject(self, long: bool = False) -> Mutant:
+        """``long``: for thousands of keys, in large tiles."""
         kind = Written if self.written else Mutant
-        return kind(self.fault, tile_kv=self.tile_kv, split_kv=self.split_kv, way=self.way, value=self.value)
+        tile_kv, split_kv = self.tile_kv, self.split_kv
+        if long and self.usual and self.fault not in SUMMED:
+            tile_kv, split_kv = LONG_TILE, LONG_SPLIT if self.fault in SPLIT else 0
+        return kind(self.fault, tile_kv=tile_kv, split_kv=split_kv, way=self.way, value=self.value)
 
 
 class Written(Mutant):
