@@ -5,7 +5,8 @@ they are, on which elements (Jaccard) and, twice, by what (the share of the erro
 in by chance); what is equal in all three is 0 apart. Where neither is wrong nothing is learned. The distance is the
 mean over everything that either gets wrong. A fault may be there under a condition only, on one path of several: a
 fault that is near in all calls in which the subject fails comes into consideration too, ``NARROWED`` further away,
-however much it gets wrong elsewhere. Gradients count only where the output is right: what is wrong in them
+however much it gets wrong elsewhere; and so does one that gives the very numbers of the elements that are wrong
+(``IN_PART``), such as one head's. Gradients count only where the output is right: what is wrong in them
 otherwise follows from it, in a different way in every implementation.
 """
 
