@@ -12,15 +12,18 @@ from click.testing import CliRunner
 from attnworks.masks import Causal
 from attnworks.workbench import catalogue
 from attnworks.workbench.cli import main
-from attnworks.workbench.diagnose import diagnose, symptoms
+from attnworks.workbench.diagnose import BY_CHECK, diagnose, symptoms
+from attnworks.workbench.diagnose.answers import FAR
 from attnworks.workbench.diagnose.causes import CAUSES
 from attnworks.workbench.diagnose.explain import explain
-from attnworks.workbench.diagnose.nearest import SPLIT, TILED, WRITTEN, Corpus
+from attnworks.workbench.diagnose.nearest import Corpus
 from attnworks.workbench.diagnose.patterns import in_weights, on_which, tile_size, weights
 from attnworks.workbench.diagnose.probes import Bench, Probe, probes
+from attnworks.workbench.diagnose.reading import numbers
 from attnworks.workbench.diagnose.script import standalone
 from attnworks.workbench.diagnose.shrink import shrink
-from attnworks.workbench.faults import FAULTS, WAYS
+from attnworks.workbench.diagnose.variants import SPLIT, TILED, WRITTEN
+from attnworks.workbench.faults import FAULTS, NUMBERS, WAYS
 from attnworks.workbench.mutants import Mutant
 from foreign_kernels import FOREIGN, Foreign, blocked, naive
 
@@ -150,7 +153,78 @@ def test_a_fault_on_one_path_of_several_is_named_with_reserve(packed: Corpus) ->
     found = diagnose(_OnOnePath("scale twice"), corpus=packed)
     assert (found.candidates[0].fault, found.candidates[0].narrowed) == ("scale twice", True)
     assert found.certainty == "likely" and found.patterns[0] == "fails exactly with a causal mask"
-    assert any("only the failing calls take" in line for _, lines in explain(found) for line in lines)
+    assert any("only the failing calls, rows or heads take" in line for _, lines in explain(found) for line in lines)
+
+
+class _InPart(Mutant):
+    """Has its fault in the last head's rows from 20 on alone."""
+
+    def __call__(self, inputs, **options):  # type: ignore[no-untyped-def]
+        wrong = super().__call__(inputs, **options)
+        fault, self.fault = self.fault, ""
+        right = super().__call__(inputs, **options)
+        self.fault = fault
+        results = [one.detach().clone() for one in right]
+        for result, other in zip(results, wrong, strict=True):
+            result[:, -1, 20:] = other.detach()[:, -1, 20:]
+        return results[0], results[1]
+
+
+@pytest.mark.parametrize("fault", ["scale twice", "V of another key", "boolean mask ignored"])
+def test_a_fault_on_some_elements_is_named_with_reserve(short: Corpus, fault: str) -> None:
+    found = short.rank(short.observe(_InPart(fault)))[0]
+    assert (found.fault, found.narrowed) == (fault, True)
+    assert found.distance < FAR
+
+
+@pytest.mark.parametrize(
+    ("fault", "way", "value", "probe"),
+    [
+        ("scale of another size", 0, 0.9, "square"),
+        ("causal further by a number", 0, -3.0, "causal"),
+        ("window of another size", 3, 2.0, "window"),
+        ("window of another size", 4, -2.0, "window"),
+        ("alibi scaled", 5, 0.5, "alibi"),
+        ("bias scaled", 5, 0.3, "bias"),
+        ("a gradient of another size", 1, 0.5, "square"),
+        ("output of another size", 0, 1.1, "square"),
+        ("lse scaled", 2, 1.1, "square"),
+    ],
+)
+def test_a_fault_s_number_is_read_from_the_answers(fault: str, way: int, value: float, probe: str) -> None:
+    corpus = Corpus([_probe(probe)])
+    subject = Mutant(fault, way=way, value=value, tile_kv=40, split_kv=0)
+    seen = corpus.observe(subject)
+    found = [v for v in numbers(subject, corpus.benches, seen) if v.fault == fault]
+    assert [v.value for v in found] == [pytest.approx(value, rel=1e-3)]
+    corpus.try_numbers(found)
+    assert corpus.rank(seen)[0].fault == fault
+
+
+def test_a_right_kernel_shows_no_numbers(short: Corpus) -> None:
+    assert numbers(Mutant(), short.benches, short.observe(Mutant())) == []
+
+
+def test_a_number_that_makes_a_named_fault_is_not_listed_beside_it() -> None:
+    corpus = Corpus([_probe("square")])
+    found = diagnose(Mutant("dq not scaled"), corpus=corpus)
+    assert found.certainty == "sure"
+    assert [one.fault for one in found.candidates if one.number is not None] == []
+
+
+def test_rows_that_belong_to_nobody_are_seen() -> None:
+    corpus = Corpus([_probe("varlen")])
+    found = diagnose(Mutant("rows past the end unwritten"), corpus=corpus)
+    assert (found.candidates[0].fault, found.certainty) == ("rows past the end unwritten", "sure")
+    assert "packed rows that belong to no sequence are not 0" in found.patterns
+
+
+@pytest.mark.long
+def test_what_only_checks_of_verify_see_is_not_called_right() -> None:
+    found = diagnose(Mutant("batch changes the tiles"), corpus=Corpus([_probe("square")]))
+    assert not found.right and not found.failing
+    assert (found.candidates[0].fault, found.certainty) == ("batch changes the tiles", "likely")
+    assert any(line.startswith("verify: ") for _, lines in explain(found) for line in lines)
 
 
 def test_a_result_that_is_wrong_once_changes_from_call_to_call() -> None:
@@ -239,7 +313,7 @@ def test_an_infinity_of_the_wrong_sign_is_wrong() -> None:
 
 def test_every_fault_has_a_cause_and_the_sizes_name_faults() -> None:
     assert list(CAUSES.keys() - FAULTS.keys()) == list(FAULTS.keys() - CAUSES.keys()) == []
-    assert {*TILED, *SPLIT, *WRITTEN, *WAYS} <= set(FAULTS)
+    assert {*TILED, *SPLIT, *WRITTEN, *WAYS, *NUMBERS, *BY_CHECK.values()} <= set(FAULTS)
 
 
 def test_the_page_of_symptoms_is_up_to_date() -> None:

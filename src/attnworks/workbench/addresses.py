@@ -28,14 +28,17 @@ class Addresses:
         read = own
         if self.has("key offsets from queries"):
             read = [self._moved(n, ends_q, ends_kv, lengths) for n in range(len(own))]
-        elif self.has("sequences not apart"):
+        elif self.has("keys end with the queries") and self.way:
+            longest = max(b - a for a, b in pairwise(ends_q))  # of all sequences
+            return [slice(s.start, s.start + min(n, longest)) for n, s in zip(lengths, own, strict=True)], lengths
+        elif self.has("sequences not apart") and self.way < 7:
             read = [self._mixed(n, s, ends_kv[-1], max(lengths)) for n, s in enumerate(own)]
         elif self.has("tail keys unmasked") and self.way == 1:
             read = [
                 slice(s.start, min(s.start + self._rounded(n), ends_kv[-1])) for n, s in zip(lengths, own, strict=True)
             ]
         counted = [len(range(*s.indices(ends_kv[-1]))) for s in read]
-        if (self.has("sequences not apart") and self.way in (1, 4, 5)) or self.has("tail keys unmasked"):
+        if (self.has("sequences not apart") and self.way in (1, 4, 5, *range(7, 11))) or self.has("tail keys unmasked"):
             counted = lengths  # they begin with a sequence's own keys, and masks know how many these are
         if self.has("causal from other lengths"):
             counted = self._of_others(ends_q, ends_kv)
@@ -54,6 +57,7 @@ class Addresses:
             n * length,
             ends_kv[n] + 1,
             ends_kv[n] - 1,
+            ends_kv[sum(a < b for a, b in pairwise(ends_q[: n + 1]))],  # counted without sequences that have no queries
         )[self.way - 1]
         start = max(0, min(start, total - length))  # a read past the end would be a crash
         return slice(start, start + length)
@@ -69,6 +73,20 @@ class Addresses:
             slice(max(own.start - 1, 0), own.stop),
         )[self.way]
 
+    def rows(self, ends_q: Sequence[int], ends_kv: Sequence[int], counted: list[int]) -> tuple[list[slice], list[int]]:
+        """By sequence, the queries that see its keys, and how many keys masks count then."""
+        if self.has("query offsets from keys"):
+            starts = [min(ends_kv[n], ends_q[-1] - (b - a)) for n, (a, b) in enumerate(pairwise(ends_q))]
+            return [slice(s, s + b - a) for s, (a, b) in zip(starts, pairwise(ends_q), strict=True)], counted
+        if not (self.has("sequences not apart") and self.way > 6):
+            return [slice(a, b) for a, b in pairwise(ends_q)], counted
+        tile, last = (16, 32, 64, 128)[self.way - 7], ends_q[-1]  # a tile of rows is its first row's sequence's
+        edges = [min(-(-end // tile) * tile, last) for end in ends_q]
+        shifts = [n - (b - a) - a for n, (a, b) in zip(counted, pairwise(ends_q), strict=True)]
+        return [slice(a, b) for a, b in pairwise(edges)], [
+            b + shift for shift, (_, b) in zip(shifts, pairwise(edges), strict=True)
+        ]
+
     def _of_others(self, ends_q: Sequence[int], ends_kv: Sequence[int]) -> list[int]:
         """Keys from which masks are aligned that are not the sequence's own."""
         pairs = [(b - a, d - c) for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_kv), strict=True)]
@@ -82,7 +100,9 @@ class Addresses:
 
     # ---- caches ------------------------------------------------------------------------------------------------------
 
-    def cached(self, lengths: list[int], capacity: int, page_size: int, seq_q: int) -> tuple[list[int], list[int]]:
+    def cached(
+        self, lengths: list[int], capacity: int, page_size: int, seq_q: int, new_keys: int
+    ) -> tuple[list[int], list[int]]:
         """By sequence, how many slots are read before new keys come, and how many of them masks count."""
         read = lengths
         if self.has("longest length for all"):
@@ -90,7 +110,8 @@ class Addresses:
             read = turned.get(self.way, [max(lengths)] * len(lengths))
             return read, read
         if self.has("one slot too many"):
-            read = [min(n + (seq_q if self.way else 1), capacity) for n in lengths]
+            more = (1, seq_q, 0 if new_keys else seq_q)[self.way]
+            read = [min(n + more, capacity) for n in lengths]
             if self.way:  # as if the queries' own keys had been appended
                 return read, read
         elif self.has("cache lengths ignored") and self.way:
@@ -103,11 +124,25 @@ class Addresses:
             counted = [(max(lengths), lengths[0], capacity, lengths[-1])[self.way]] * len(lengths)
         return read, counted
 
-    def pages(self, table: Tensor, b: int, count: int, pages: int) -> list[int]:
-        """The first ``count`` pages of a sequence, of ``pages`` that there are."""
+    def slots(self, table: Tensor, b: int, length: int, size: int, pages: int) -> Tensor | None:
+        """Where a sequence's keys lie among all slots if pages are taken to be of another size, else None."""
+        if not self.has("pages of another size"):
+            return None
+        j = torch.arange(length)
+        if self.way == 5:  # the table is taken to name a page for each key
+            return table[b].remainder(pages)[j.clamp(max=table.shape[1] - 1)] * size + j % size
+        taken = (16, 64, 256, 2 * size, max(size // 2, 1))[self.way]
+        entry = table[b].remainder(pages)[(j // taken).clamp(max=table.shape[1] - 1)]
+        return (entry * taken + j % taken) % (size * pages)
+
+    def pages(self, table: Tensor, b: int, count: int, pages: int, which: str) -> list[int]:
+        """The first ``count`` pages of a sequence for "k" or "v", of ``pages`` that there are."""
         found: list[int] = table[b, :count].remainder(pages).tolist()
         if not count:
             return found
+        if self.has("pages of K and V differ") and (which == "k") == (self.way > 2):
+            following = table[(b + 1) % table.shape[0], :count].remainder(pages).tolist()
+            return (following, [(found[0] + n) % pages for n in range(count)], [found[0]] * count)[self.way % 3]
         if self.has("pages in order"):
             first = (0, found[0], b * table.shape[1])[self.way]
             return [(first + n) % pages for n in range(count)]
@@ -140,20 +175,41 @@ class Addresses:
         share = {1: 0.5, 2: 0.75, 3: 0.875}.get(self.way, 0.0)
         return self.has("hidden tiles give NaN") and bool(self.way) and length <= share * capacity
 
-    def slot(self, length: int) -> int:
-        """Where the first new key goes."""
-        return (max(length - 1, 0), length + 1, 0, length // 16 * 16)[self.way]
+    def slot(self, length: int, n: int, page_size: int) -> int:
+        """Where new key ``n`` goes."""
+        if self.way == 4 and page_size:  # all into the page of the first one, from its beginning again
+            return length // page_size * page_size + (length + n) % page_size
+        return (max(length - 1, 0), length + 1, 0, length // 16 * 16, length)[self.way] + n
 
-    def scale(self, name: str, k_scale: Tensor, v_scale: Tensor) -> Tensor:
-        """What the numbers of an 8-bit cache are multiplied by, (heads or 1, 1)."""
-        scale = (k_scale if name == "k_scale" else v_scale).view(-1, 1)
-        if self.has("k_scale dropped") and self.way == 4:  # each has the other's
-            return (v_scale if name == "k_scale" else k_scale).view(-1, 1)
-        if not self.has(f"{name} dropped"):
-            return scale
-        return (torch.ones(1, 1), scale**2, 1 / scale, scale[:1])[self.way]
+    def scale(self, name: str, k_scale: Tensor, v_scale: Tensor, heads_q: int) -> Tensor:
+        """What the numbers of an 8-bit cache are multiplied by, (KV or query heads or 1, 1)."""
+        of_k, own, other = name == "k_scale", k_scale.view(-1, 1), v_scale.view(-1, 1)
+        own, other = (own, other) if of_k else (other, own)
+        if self.has(f"{name} dropped"):
+            return torch.ones(1, 1)
+        if self.has("scales of K and V exchanged") and (self.way == 0 or of_k == (self.way == 1)):
+            return other
+        if self.has("cache scale twice") and (self.way == 0 or of_k == (self.way == 1)):
+            return own**2
+        if self.has("cache scale divided by") and (self.way == 0 or of_k == (self.way == 1)):
+            return 1 / own
+        if self.has("cache scale of another head"):
+            by_query = own[torch.arange(heads_q).clamp(max=len(own) - 1)]
+            return (own[:1], own.roll(1, 0), own.flip(0), own[-1:], by_query if len(own) > 1 else own)[self.way]
+        return own
 
-    # ---- heads and tiles ---------------------------------------------------------------------------------------------
+    # ---- sequences, heads and tiles ----------------------------------------------------------------------------------
+
+    def sequences(self, batch: int) -> list[tuple[int, int, int]]:
+        """Of a dense batch, (sequence, the one its K comes from, the one its V comes from)."""
+        own = list(range(batch))
+        first, following, before = [0] * batch, own[1:] + own[:1], own[-1:] + own[:-1]
+        pairs = [(own, own)]
+        if batch > 1 and self.has("K and V of sequence 0"):
+            pairs = [(first, first), (following, following), (first, own), (own, first), (following, own),
+                     (own, following), (before, before), (before, own), (own, before)]  # fmt: skip
+            pairs = pairs[self.way : self.way + 1]
+        return list(zip(own, *pairs[0], strict=True))
 
     def heads(self, heads_q: int, heads_kv: int) -> tuple[Tensor, Tensor]:
         """The KV heads that query heads take K and V from."""

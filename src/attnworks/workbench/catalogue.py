@@ -248,6 +248,8 @@ def _decode_cases() -> list[Case]:
             if page_size and case.memory == "gapped":
                 case = replace(case, memory="halves")
             found += _in_dtypes(case) if page_size in (0, 16) else [case]
+    full: dict[str, Any] = {"page_size": 16, "lengths": ((1, 48), (1, 64), (1, 16))}
+    found.append(replace(base, name="decode, full pages of 16", stresses="lengths that fill their last page", **full))
     long = replace(
         base, name="decode, 16k keys", heads_q=4, heads_kv=1, seq_kv=16_400, lengths=((1, 16_391), (1, 9_000))
     )
@@ -324,6 +326,7 @@ _QUICK_PATTERNS = (
     "causal *: 100 on 40",
     "rows without keys*",
     "window 7, 5: *",
+    "causal and window",
     "boolean mask bhqk",
     "boolean mask b1qk",
     "softcap*",
@@ -341,6 +344,7 @@ _QUICK_PATTERNS = (
     "decode, 4 queries, causal, pages of 16, *",
     "decode, 4 queries, causal, pages of 17",
     "decode, strided, pages of 16, fp32",
+    "decode, full pages of 16",
     "decode, append, fp32",
     "decode, append, pages of 16, fp32",
     "decode, 16k keys, bf16",

@@ -41,6 +41,10 @@ class Modifiers:
     biases: dict[int, Tensor] = field(default_factory=dict)  # by place among the scores, (heads_q, seq_q, seq_kv)
     addresses: Addresses = field(default_factory=lambda: Addresses(lambda fault: False, 0, TILE))
     default_scale: float = 1.0
+    group: int = 1  # query heads of a KV head
+    heads_q: int = 1
+    value: float = 1.0  # the number in a fault that has one
+    tops: list[Tensor] = field(default_factory=list)  # the maxima of the partial results, in their order
     shown: Tensor = field(default_factory=lambda: torch.empty(0))  # what the masks let through of the last tile
 
     def tile(self, q: Tensor, k: Tensor, first: int, backward: bool = False) -> tuple[Tensor, list[Tensor | None]]:
@@ -48,6 +52,13 @@ class Modifiers:
         has = self.has
         i = torch.arange(self.seq_q).view(1, -1, 1)
         j = torch.arange(first, first + k.shape[1]).view(1, 1, -1)
+        seen_as = j  # the keys' numbers where scores are modified
+        if (
+            (first > 0 or self.seq_q > self.tile_kv)
+            and (self.masks or self.scores)
+            and has("numbered within their tile")
+        ):
+            i, seen_as = (i % self.tile_kv, j) if self.addresses.way else (i, j - first)
         plain = backward and has("scores plain in backward")
         if self.leaves_out(q.shape[-1]) and self.addresses.way < 4:
             channels = slice(None, kept_channels(q.shape[-1], self.addresses.way))
@@ -55,7 +66,9 @@ class Modifiers:
         s = q @ k.transpose(-1, -2)
         if not has("softcap before scale"):
             s = s * self.recomputed_scale(backward)
-        if has("scale missing"):
+        if has("scale of another size"):
+            s = s * self.value
+        if has("scale missing") or (self.addresses.way == 1 and has("scale of the output")):
             s = s / self.scale
         if has("scale twice"):
             s = s * self.scale
@@ -70,15 +83,17 @@ class Modifiers:
         again = has("tail keys unmasked") and self.addresses.way == 4
         if again or has("a key counted twice") or has("tile borders counted twice"):
             s = torch.where(self._twice(j), s + math.log(2), s)
-        shown = self.shown = self._shown(i, j, backward)
+        shown = self.shown = self._shown(i, j, backward, seen_as)
         if has("masked after softmax") and not backward:
             shown = (j < self.limit).expand_as(shown)
         if has("softcap after mask"):
             s = torch.where(shown, s, -torch.inf)
         slopes: list[Tensor | None] = []
         for place, modifier in enumerate(self.scores):
-            s, slope = (s, None) if plain else self._modify(modifier, place, s, i, j)
+            s, slope = (s, None) if plain else self._modify(modifier, place, s, i, j, seen_as)
             slopes.append(slope)
+        if any(isinstance(mask, Tensor) for mask in self.masks) and has("boolean mask added as numbers"):
+            s = sum((self._own(mask, j).to(s.dtype) for mask in self.masks if isinstance(mask, Tensor)), s)
         if has("softcap before scale"):
             s = s * self.scale
         hidden = next((value for fault, value in HIDDEN.items() if has(fault)), -torch.inf)
@@ -87,6 +102,10 @@ class Modifiers:
         return s, slopes
 
     dtype: torch.dtype = torch.float32
+
+    @property
+    def causal(self) -> bool:
+        return any(isinstance(mask, Causal) for mask in self.masks)
 
     def recomputed_scale(self, backward: bool) -> float:
         """The scale, but for backward if that takes its own."""
@@ -109,7 +128,9 @@ class Modifiers:
         whole = self.limit // self.tile_kv * self.tile_kv  # the last tile is moved back to be a whole one
         return (j >= self.limit - self.tile_kv) & (j < whole) & (whole < self.limit) & (whole > 0)
 
-    def _modify(self, modifier: Any, place: int, s: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _modify(
+        self, modifier: Any, place: int, s: Tensor, i: Tensor, j: Tensor, seen_as: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         has = self.has
         if isinstance(modifier, Softcap):
             if has("softcap ignored"):
@@ -120,6 +141,8 @@ class Modifiers:
                 ratio = (e - 1) / (e + 1)
             else:
                 ratio = torch.tanh(x)
+            if has("tanh approximated"):
+                ratio = x.clamp(-1, 1) if self.addresses.way else (x * (27 + x * x) / (27 + 9 * x * x)).clamp(-1, 1)
             if has("softcap without its factor"):
                 log2e = math.log2(math.e)  # scores are for exp2, the cap is not
                 capped = (modifier.cap * torch.tanh(s), ratio, modifier.cap / log2e * torch.tanh(log2e * x))
@@ -129,12 +152,16 @@ class Modifiers:
             return modifier.cap * ratio, 1 - ratio * ratio
         if isinstance(modifier, ALiBi):
             slopes = modifier.slopes if modifier.slopes.dim() == 1 else modifier.slopes[self.sequence]
+            if has("alibi ignored"):
+                return s, None
             if has("alibi of the wrong head"):
-                slopes = modifier.slopes.view(-1, len(slopes))[0] if self.addresses.way else slopes.flip(0)
-            shift = 0 if has("alibi from the first key") else self.seq_kv - self.seq_q
-            behind = i + shift - j
+                slopes = self._other_slopes(slopes, modifier.slopes.view(-1, len(slopes)))
+            shift = self.seq_kv - self.seq_q
+            if has("alibi from the first key"):
+                shift = -shift if self.addresses.way else 0
+            behind = i + shift - seen_as
             if has("alibi scaled"):
-                slopes = slopes * self.scale
+                slopes = slopes * self._factor()
             penalty = slopes.view(-1, 1, 1) * (behind if has("alibi distance signed") else behind.abs())
             return (s + penalty if has("alibi sign") else s - penalty), None
         if isinstance(modifier, Bias):
@@ -144,85 +171,172 @@ class Modifiers:
             if has("bias of head 0"):
                 bias = bias[:1]
             if has("bias scaled"):
-                bias = bias * self.scale
+                bias = bias * self._factor()
+            if has("bias subtracted"):
+                bias = torch.where(bias == -torch.inf, bias, -bias)
             return s + bias, None
         if isinstance(modifier, Sink):
             return s, None
         h = torch.arange(s.shape[0]).view(-1, 1, 1)
         return modifier(s, torch.tensor(self.sequence), h, i, j).to(s.dtype), None
 
+    def _factor(self) -> float:
+        """What a term that is added to the scores is multiplied by, and should not be."""
+        return (self.scale, math.log2(math.e), math.log(2), 1 / self.scale, 2.0, self.value)[self.addresses.way]
+
+    def _other_slopes(self, own: Tensor, by_sequence: Tensor) -> Tensor:
+        heads = torch.arange(len(own))
+        ways = (
+            own.flip(0),
+            by_sequence[0],
+            own[heads // self.group],
+            own[heads % max(len(own) // self.group, 1)],
+            by_sequence[(self.sequence + 1) % len(by_sequence)],
+            own.roll(1),
+            own[:1].expand(len(own)),
+        )
+        return ways[self.addresses.way]
+
     def _columns(self, whole: Tensor, j: Tensor) -> Tensor:
         """What a mask or bias (heads, seq_q, seq_kv) holds for the keys of a tile."""
         first = int(j.min())
+        if self.has("mask or bias transposed"):  # read at (j, i), the strides being those of rows or of columns
+            i, step = torch.arange(whole.shape[1]).view(-1, 1), whole.shape[2 - self.addresses.way]
+            return whole.flatten(1)[:, (j.flatten() * step + i).clamp(max=whole.shape[1] * whole.shape[2] - 1)]
         if not self.has("mask or bias at another address"):
             return whole[..., first : int(j.max()) + 1]
-        if not self.addresses.way:  # its pointer stays at the first tile
+        way, rows, keys = self.addresses.way, whole.shape[1], whole.shape[2]
+        if not way:  # its pointer stays at the first tile
             return whole[..., : j.numel()]
+        if way > 2:  # an element, a row or a tile beside its own
+            shift, dim = ((1, 2), (-1, 2), (1, 1), (-1, 1), (self.tile_kv, 2))[way - 3]
+            return whole.roll(shift, dim)[..., first : int(j.max()) + 1]
         # A row is taken to be as long as there are queries, or as whole tiles.
         row = self.seq_q if self.addresses.way == 1 else -(-whole.shape[-1] // self.tile_kv) * self.tile_kv
-        places = torch.arange(whole.shape[1]).view(-1, 1) * row + j.flatten()
-        return whole.flatten(1)[:, places.clamp(max=whole.shape[1] * whole.shape[2] - 1)]
+        places = torch.arange(rows).view(-1, 1) * row + j.flatten()
+        return whole.flatten(1)[:, places.clamp(max=rows * keys - 1)]
 
-    def _shown(self, i: Tensor, j: Tensor, backward: bool) -> Tensor:
-        has = self.has
+    def _shown(self, i: Tensor, j: Tensor, backward: bool, seen_as: Tensor) -> Tensor:
+        has, way = self.has, self.addresses.way
         end = self.limit - (1 if has("last key dropped") and not self.addresses.way else 0)
         if end > 128 and has("keys past a limit unread"):
             end = min(end, 8192 >> self.addresses.way)
-        if end > self.seq_q and has("keys end with the queries"):
+        if end > self.seq_q and has("keys end with the queries") and not way:
             end = self.seq_q
         shown = ((j < end) & (j > 0 if has("first key dropped") else j >= 0)).expand(1, self.seq_q, -1)
         if backward and has("mask missing in backward"):
             return shown
+        if self.masks and has("keys shown against the mask"):
+            own = i + (self.seq_kv - self.seq_q)
+            return self._masked(shown, i, j, backward, seen_as) | (shown & (j == (0, own, self.limit - 1)[way]))
+        if self.masks and has("masked in one tile only"):
+            last = int(j.max()) >= self.limit - 1
+            if not ((int(j.min()) == 0) if way == 1 else last):
+                return shown
+        return self._masked(shown, i, j, backward, seen_as)
+
+    def _masked(self, shown: Tensor, i: Tensor, j: Tensor, backward: bool, seen_as: Tensor) -> Tensor:
+        """What all masks show of ``shown``."""
+        has = self.has
         for mask in self.masks:
-            shift = self.seq_kv - self.seq_q
             if isinstance(mask, Tensor):
-                whole = mask.expand(1, 1, 1, 1) if mask.dim() == 0 else mask[(None,) * (4 - mask.dim())]
-                own = whole[self.sequence if whole.shape[0] > 1 else 0]
-                if has("boolean mask ignored"):
-                    continue
-                if has("boolean mask inverted"):
-                    own = ~own
-                if has("mask of head 0"):
-                    turned = [of_heads_first(whole, self.sequence, turned) for turned in (False, True)]
-                    own = (own[:1], whole[0], *turned, next_sequence(whole, self.sequence))[self.addresses.way]
-                own = own[:, :1] if has("bias of row 0") else own
-                own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
-                shown = shown & self._columns(own[:, : self.seq_q], j)
+                if not (has("boolean mask ignored") or has("boolean mask added as numbers")):
+                    shown = shown & self._own(mask, j)
             elif isinstance(mask, Causal | Window):
-                if mask.align == "top-left" and not has("aligned bottom-right"):
-                    shift = 0
-                if has("aligned top-left") and not (self.addresses.way and isinstance(mask, Causal)):
-                    shift = 0
-                if backward and has("mask from the top left in backward"):
-                    shift = 0
-                left, right = (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
-                if has("window sides exchanged") and isinstance(mask, Window):
-                    left, right = right, left
-                shown = shown & self._bounds(i + shift, j, left, right, isinstance(mask, Causal))
+                if not self._dropped(mask, backward):
+                    shown = shown & self._bounded(mask, i, seen_as, backward)
             else:
                 h = torch.arange(1).view(-1, 1, 1)
                 shown = shown & mask(torch.tensor(self.sequence), h, i, j)
         return shown
+
+    def _own(self, mask: Tensor, j: Tensor) -> Tensor:
+        """What a boolean mask says of this sequence's rows and the keys of a tile."""
+        has = self.has
+        whole = mask.expand(1, 1, 1, 1) if mask.dim() == 0 else mask[(None,) * (4 - mask.dim())]
+        own = whole[self.sequence if whole.shape[0] > 1 else 0]
+        if has("boolean mask inverted"):
+            own = ~own
+        if has("mask of head 0"):
+            turned = [of_heads_first(whole, self.sequence, turned) for turned in (False, True)]
+            own = (own[:1], whole[0], *turned, next_sequence(whole, self.sequence))[self.addresses.way]
+        if has("bias of row 0"):
+            own = own[..., :1] if self.addresses.way else own[:, :1]
+        own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
+        return self._columns(own[:, : self.seq_q], j)
+
+    def _dropped(self, mask: Causal | Window, backward: bool) -> bool:
+        """Whether a mask of bounds is not applied at all."""
+        both = any(isinstance(m, Causal) for m in self.masks) and any(isinstance(m, Window) for m in self.masks)
+        if both and self.has("one of causal and window dropped"):
+            return isinstance(mask, Causal) == bool(self.addresses.way)
+        if isinstance(mask, Window):
+            return self.has("window ignored") or (backward and self.has("window missing in backward"))
+        return self.has("causal ignored")
+
+    def _bounded(self, mask: Causal | Window, i: Tensor, j: Tensor, backward: bool) -> Tensor:
+        """What causal or a window shows."""
+        has, way, causal = self.has, self.addresses.way, isinstance(mask, Causal)
+        shift = self.seq_kv - self.seq_q
+        if shift and has("causal shift of the wrong sign"):
+            shift = -shift
+        if mask.align == "top-left" and not has("aligned bottom-right"):
+            shift = 0
+        if has("aligned top-left") and not (way and causal):
+            shift = 0
+        if causal and has("causal further by a number"):
+            shift += round(self.value)
+        if backward and has("mask from the top left in backward"):
+            shift = 0
+        if backward and has("mask off by one in backward"):
+            shift += (1, -1)[way]
+        if self.group > 1 and has("packed rows in the mask"):
+            i, shift = self._packed(i, shift)
+        left, right = (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
+        if isinstance(mask, Window):
+            if has("window sides exchanged"):
+                left, right = (right, left) if not way else (left, left) if way == 1 else (right, right)
+            if left is not None and has("window of another size"):
+                left = (left // 2, left * 2, left + (right or 0), left + round(self.value), left)[way]
+            if right is not None and way == 4 and has("window of another size"):
+                right = right + round(self.value)
+        return self._bounds(i + shift, j, left, right, causal)
+
+    def _packed(self, i: Tensor, shift: int) -> tuple[Tensor, int]:
+        """Rows of a group's heads that share a tile, numbered as they lie there."""
+        way, member = self.addresses.way, torch.arange(self.heads_q).view(-1, 1, 1) % self.group
+        numbers = i * self.group + member if way < 2 else member * self.seq_q + i
+        return numbers, shift - (way % 2) * (self.group - 1) * self.seq_q
 
     def _bounds(self, origin: Tensor, j: Tensor, left: int | None, right: int | None, causal: bool) -> Tensor:
         has = self.has
         shown = torch.ones_like(origin + j, dtype=torch.bool)
         if causal:
             off = -1 if has("causal hides itself") else 1 if has("causal shows the next") else 0
-            if has("causal ignored"):
-                return shown
             if has("causal by tile"):
-                return origin // self.tile_kv >= j // self.tile_kv
+                return self._by_tile(origin, j)
             if has("diagonal tile skipped"):
-                return (j <= origin) & ((j // self.tile_kv < origin // self.tile_kv) | (origin < self.tile_kv))
+                return (j <= origin) & (j < self._loop_end(origin))
             if has("causal upside down"):
                 return j >= origin
             return j <= origin + off
+        if has("one window for all queries"):
+            rows = torch.arange(origin.shape[1])
+            if self.addresses.way > 1:  # of a tile's first or last query
+                of = rows - rows % self.tile_kv + (self.tile_kv - 1) * (self.addresses.way == 2)
+            else:
+                of = rows * 0 + (0 if self.addresses.way else origin.shape[1] - 1)
+            started = origin[:, of.clamp(max=origin.shape[1] - 1)]
+        else:
+            started = origin
         short = has("window one short")
         off = -(not self.addresses.way) if short else 1 if has("window one long") else 0
         further = -self.addresses.way if short else 1 if has("window one long on the right") else 0
         if left is not None and not has("window without left end"):
-            shown = shown & (j >= origin - left - off)
+            begin = started - left - off
+            if has("window by tile"):
+                begin = begin.div(self.tile_kv, rounding_mode="floor") * self.tile_kv
+            shown = shown & (j >= begin)
         if left is not None and has("window's first tile skipped"):
             row = origin - origin[:, :1]
             oldest = (origin - row % self.tile_kv - left).clamp(min=0)  # key of the block of rows
@@ -230,6 +344,33 @@ class Modifiers:
         if right is not None and not has("window without right end"):
             shown = shown & (j <= origin + right + further)
         return shown
+
+    def _by_tile(self, origin: Tensor, j: Tensor) -> Tensor:
+        """Causal whose mask is missing in tiles that the diagonal crosses: in all; in all but that with the number of
+        the row's own tile; in all but the last one of a block of two or four tiles' rows."""
+        tile, way = self.tile_kv, self.addresses.way
+        if not way:
+            return origin // tile >= j // tile
+        rows = torch.arange(origin.shape[1]).view(1, -1, 1)
+        size = (1, 2, 4)[way - 1] * tile
+        last = (origin - rows + ((rows // size + 1) * size).clamp(max=origin.shape[1]) - 1) // tile
+        masked = rows // tile if way == 1 else last
+        return (j // tile <= last) & ((j // tile != masked) | (j <= origin))
+
+    def _loop_end(self, origin: Tensor) -> Tensor:
+        """Where a causal loop over keys ends for each row that ends too early: at the tile that holds the diagonal; at
+        the last whole tile before a block's end; a tile later for each block of rows twice as long; or where it would
+        with as many keys as queries."""
+        tile, way = self.tile_kv, self.addresses.way
+        rows = torch.arange(origin.shape[1]).view(1, -1, 1)
+        if way == 0:
+            return torch.where(origin < tile, tile, origin // tile * tile)
+        if way == 1:
+            block = (rows // (2 * tile) + 1) * 2 * tile
+            return (origin - rows + block.clamp(max=origin.shape[1])) // tile * tile
+        if way == 2:
+            return (rows // (2 * tile) + 1) * tile
+        return (rows // tile + 1) * tile
 
 
 def kept_channels(channels: int, way: int) -> int:

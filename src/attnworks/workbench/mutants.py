@@ -7,7 +7,6 @@ The kernel that the faults are built into is in ``tiled.py``, where it finds its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,8 +15,10 @@ from torch import Tensor
 from attnworks.scores import Bias, Sink, Softcap
 from attnworks.workbench import modifiers, tiled
 from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_first
-from attnworks.workbench.faults import FAULTS
+from attnworks.workbench.faults import FAULTS, NUMBERS
 from attnworks.workbench.inputs import Inputs
+from attnworks.workbench.misplaced import Misplaced
+from attnworks.workbench.scales import softmax_scale
 from attnworks.workbench.subjects import Outcome
 
 
@@ -25,16 +26,24 @@ class Mutant:
     """Tiled attention with one fault ("" for none, which is right). It runs every case.
 
     ``tile_kv``: keys of a tile, and queries where a fault is one of query tiles; ``split_kv``: keys of a partial
-    result, 0 for one of all keys, -n for n equal ones; ``way``: how the fault is made (``faults.WAYS``). Raises
-    ``ValueError`` for a fault that is not in ``FAULTS``."""
+    result, 0 for one of all keys, -n for n equal ones; ``way``: how the fault is made (``faults.WAYS``); ``value``: the
+    number in it, where it has one (``faults.NUMBERS``). Raises ``ValueError`` for a fault that is not in ``FAULTS``."""
 
     def __init__(
-        self, fault: str = "", *, tile_kv: int = modifiers.TILE, split_kv: int = modifiers.SPLIT, way: int = 0
+        self,
+        fault: str = "",
+        *,
+        tile_kv: int = modifiers.TILE,
+        split_kv: int = modifiers.SPLIT,
+        way: int = 0,
+        value: float | None = None,
     ) -> None:
         if fault and fault not in FAULTS:
             raise ValueError(f"fault: was {fault!r}, must be '' or one of FAULTS")
         self.fault, self.tile_kv, self.split_kv, self.way = fault, tile_kv, split_kv, way
+        self.value = NUMBERS.get(fault, 1.0) if value is None else value
         self.addresses = Addresses(self.has, way, tile_kv)
+        self.misplaced = Misplaced(self.has, way, tile_kv)
         self.name = f"mutant: {fault or 'none'}"
         self._calls = 0
 
@@ -52,14 +61,16 @@ class Mutant:
             "decode": self._decode,
         }
         if self.has("writes into q"):
-            kwargs["q"].data.mul_(1.0).nan_to_num_(7.0)
-            kwargs["q"].data.flatten(-1)[..., -1:].add_(1e-3) if kwargs["q"].numel() else None
+            written = inputs.tensors()[("q", "k", "v")[self.way]].data
+            written.mul_(1).nan_to_num_(7.0)
+            if written.numel() and written.is_floating_point():
+                written.flatten(-1)[..., -1:].add_(1e-3)
         out, lse = forms[inputs.case.form](**kwargs)
         self._calls += 1
         if self.has("changes from call to call"):
             out = out * (1 + torch.finfo(out.dtype).eps * (self._calls % 2))
         if lse is not None and self.has("lse of another row"):
-            lse = (lse.mT.reshape(lse.shape), lse.flip(-2), lse.roll(1, -1))[self.addresses.way]
+            lse = self.misplaced.lse(lse, inputs.case.heads_kv)
         if self.has("batch changes the tiles"):
             out = out * (1 + torch.finfo(out.dtype).eps * (len(inputs.case.sequences) % 2))
         return out, lse if return_lse else None
@@ -87,10 +98,8 @@ class Mutant:
             q, k, v = (_as_if_contiguous(x) for x in (q, k, v))
         if layout == "bshd":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        source = list(range(q.shape[0]))
-        if self.has("K and V of sequence 0"):
-            source = source[1:] + source[:1] if self.way else [0] * q.shape[0]
-        outs, lses = self._attend_all([(q[b], k[source[b]], v[source[b]]) for b in range(q.shape[0])], **rest)
+        sources = self.addresses.sequences(q.shape[0])
+        outs, lses = self._attend_all([(q[b], k[own_k], v[own_v]) for b, own_k, own_v in sources], **rest)
         if not outs:
             shape = (0, *q.shape[1:3], v.shape[-1])
             empty = q.new_zeros(shape if layout == "bhsd" else (0, shape[2], shape[1], shape[3]))
@@ -103,10 +112,12 @@ class Mutant:
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, **rest: Any
     ) -> Outcome:
         ends_q = cu_seqlens_q.tolist()
-        keys, counted = self.addresses.packed(ends_q, cu_seqlens_kv.tolist())
+        ends_kv = cu_seqlens_kv.tolist()
+        keys, counted = self.addresses.packed(ends_q, ends_kv)
+        rows_q, counted = self.addresses.rows(ends_q, ends_kv, counted)
         parts = [
-            (q[a:b].transpose(0, 1), k[own].transpose(0, 1), v[own].transpose(0, 1))
-            for (a, b), own in zip(pairwise(ends_q), keys, strict=True)
+            (q[mine].transpose(0, 1), k[own].transpose(0, 1), v[own].transpose(0, 1))
+            for mine, own in zip(rows_q, keys, strict=True)
         ]
         outs, lses = self._attend_all(parts, counted=counted, **rest)
         unused = q.shape[0] - ends_q[-1]
@@ -131,25 +142,31 @@ class Mutant:
             k_cache, v_cache = (_as_if_contiguous(x) for x in (k_cache, v_cache))
         size = 0 if page_table is None else k_cache.shape[1]
         capacity = k_cache.shape[1] if page_table is None else page_table.shape[1] * size
-        lens, counted = self.addresses.cached(kv_lens.tolist(), capacity, size, q.shape[1])
         new_keys = 0 if k_new is None else k_new.shape[1]
+        lens, counted = self.addresses.cached(kv_lens.tolist(), capacity, size, q.shape[1], new_keys)
         scales = None if k_scale is None or v_scale is None else (k_scale, v_scale)
         parts = []
         for b, length in enumerate(lens):
             pair = []
             for cache, new, name in ((k_cache, k_new, "k_scale"), (v_cache, v_new, "v_scale")):
-                rows = self._appended(cache, page_table, b, length, new)
+                rows = self._appended(cache, page_table, b, length, new, name[0])
                 if rows.dtype == torch.int8 and self.has("8-bit cache without its sign"):
                     rows = rows.view(torch.uint8)
                 if scales is not None:
-                    rows = rows.to(torch.float32) * self.addresses.scale(name, *scales)
+                    factor = self.addresses.scale(name, *scales, q.shape[2])
+                    group = max(factor.shape[0] // rows.shape[1], 1)
+                    rows = rows.to(torch.float32).repeat_interleave(group, 1) * factor
                 pair.append(rows.transpose(0, 1))
-            parts.append((q[b].transpose(0, 1), pair[0], pair[1]))
+            most = max(x.shape[0] for x in pair)
+            keys, values = (x.repeat_interleave(most // max(x.shape[0], 1), 0) for x in pair)
+            parts.append((q[b].transpose(0, 1), keys, values))
         limits = [length + new_keys for length in lens]
         if self.has("last key dropped") and self.way and new_keys:
             limits = [limit - 1 for limit in limits]
         if size and self.has("last partial tile dropped") and self.way:
             limits = [limit // size * size if limit > size else limit for limit in limits]
+        if size and self.has("full last page left out"):
+            limits = [limit - size if limit and limit % size == 0 else limit for limit in limits]
         unseen = self.has("causal before the append") or (self.has("new keys not appended") and self.way == 2)
         counted = [n + (0 if unseen else new_keys) for n in counted]
         whole = self.has("cache lengths ignored") and not self.way
@@ -161,27 +178,43 @@ class Mutant:
                 outs[b], lses[b] = outs[b] * torch.nan, lses[b] * torch.nan
         return torch.stack(outs).transpose(1, 2), torch.stack(lses)
 
-    def _appended(self, cache: Tensor, page_table: Tensor | None, b: int, length: int, new: Tensor | None) -> Tensor:
+    def _appended(
+        self, cache: Tensor, page_table: Tensor | None, b: int, length: int, new: Tensor | None, which: str
+    ) -> Tensor:
         """(keys, heads_kv, dim) of one sequence, the new ones among them."""
         if new is None:
-            return self._cached(cache, page_table, b, length)
-        if self.has("new keys not appended") and self.way != 1:
-            return self._cached(cache, page_table, b, length)
+            return self._cached(cache, page_table, b, length, which)
+        if self.has("new keys not appended") and self.way in (0, 2):
+            return self._cached(cache, page_table, b, length, which)
+        if new.shape[0] > 1 and self.has("new keys of another sequence"):
+            new = new.roll(1 if self.way else -1, 0)
+        if new.shape[1] > 1 and self.has("new keys in another order"):
+            new = new.flip(1)
         if self.has("new keys in the wrong slot"):
-            rows, slot = self._cached(cache, page_table, b, length + new.shape[1]).clone(), self.addresses.slot(length)
-            rows[slot : slot + new.shape[1]] = new[b, : max(len(rows) - slot, 0)]
+            rows = self._cached(cache, page_table, b, length + new.shape[1], which).clone()
+            for n, one in enumerate(new[b]):
+                slot = self.addresses.slot(length, n, 0 if page_table is None else cache.shape[1])
+                rows[slot : slot + 1] = one
             return rows
-        if self.has("new keys not appended") and new.shape[-1] == cache.shape[-1]:  # values are not, keys are
-            return self._cached(cache, page_table, b, length + new.shape[1])
-        return torch.cat((self._cached(cache, page_table, b, length)[:length], new[b]))
+        if self.has("new keys not appended"):
+            rows = self._cached(cache, page_table, b, length + new.shape[1], which).clone()
+            if self.way == 3:  # none but the first
+                rows[length : length + 1] = new[b, :1]
+            if (self.way, which) in ((4, "v"), (5, "k")):  # values are, keys are not, or the other way round
+                rows[length:] = new[b]
+            return rows
+        return torch.cat((self._cached(cache, page_table, b, length, which)[:length], new[b]))
 
-    def _cached(self, cache: Tensor, page_table: Tensor | None, b: int, length: int) -> Tensor:
+    def _cached(self, cache: Tensor, page_table: Tensor | None, b: int, length: int, which: str) -> Tensor:
         """(keys, heads_kv, dim) of one sequence; more than ``length`` under the faults that load what lies behind."""
         whole = (self.has("cache lengths ignored") and not self.way) or self.has("tail weighted by 0")
         if page_table is None:
             return cache[b] if whole else cache[b, :length]
         size = cache.shape[1]
-        pages = self.addresses.pages(page_table, b, -(-length // size), cache.shape[0])
+        slots = self.addresses.slots(page_table, b, length, size, cache.shape[0])
+        if slots is not None:
+            return cache.flatten(0, 1)[slots]
+        pages = self.addresses.pages(page_table, b, -(-length // size), cache.shape[0], which)
         rows = cache[pages].flatten(0, 1)
         return rows if whole else rows[:length]
 
@@ -194,15 +227,19 @@ class Mutant:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """``limits``: keys that may be seen, ``counted``: keys that masks are aligned by; None for all there are."""
         lengths = [k.shape[1] for _, k, _ in parts]
+        parts = self.misplaced.operands(list(parts))
         pairs = [
             self._attend(b, q, k, v, (limits or lengths)[b], (counted or lengths)[b], **rest)
             for b, (q, k, v) in enumerate(parts)
         ]
         if len(pairs) > 1 and self.has("sequences left out"):
             first = 1 if self.way else max(len(pairs) - 1, 1)
+            if self.way == 2 and pairs[0][0].shape == pairs[-1][0].shape:  # all are written where the first belongs
+                pairs[0] = pairs[-1]
             pairs[first:] = [(out * 0, lse * 0) for out, lse in pairs[first:]]
         if len(pairs) > 1 and self.has("sequences exchanged"):
             pairs = [pairs[n] for n in self.addresses.order([q.shape[1] for q, _, _ in parts])]
+        pairs = self.misplaced.results(pairs)
         return [out for out, _ in pairs], [lse for _, lse in pairs]
 
     def _attend(
@@ -218,18 +255,7 @@ class Mutant:
         scale: float | None,
     ) -> tuple[Tensor, Tensor]:
         default = q.shape[-1] ** -0.5
-        if scale is None or self.has("scale argument ignored"):
-            dim = (v if self.has("scale of head_dim_v") else q).shape[-1]
-            if self.has("scale of the padded head_dim"):
-                multiple = 16 if self.way else 64
-                dim = -(-dim // multiple) * multiple
-            if self.has("scale of the model width"):
-                dim *= q.shape[0]
-            scale = dim**-0.5
-        if self.has("scale rounded"):
-            scale = float(torch.tensor(scale).to(torch.float16 if self.way else torch.bfloat16))
-        if self.has("scale without its sign"):
-            scale = abs(scale)
+        scale = softmax_scale(self.has, self.way, scale, q, v)
         if len(scores) > 1 and self.has("scores in another order"):
             scores = tuple(sorted(scores, key=lambda s: isinstance(s, Softcap) == bool(self.way)))
         seq_q, seq_kv = q.shape[1], k.shape[1]
@@ -244,7 +270,8 @@ class Mutant:
                     own = next_sequence(whole, b) if self.way == 4 else of_heads_first(whole, b, turned=self.way == 3)
                 else:
                     own = whole[b if whole.shape[0] > 1 and not self.has("bias of sequence 0") else 0]
-                own = own[:, :1] if self.has("bias of row 0") else own
+                if self.has("bias of row 0"):
+                    own = own[..., :1] if self.way else own[:, :1]
                 if self.has("bias gradient not summed") and (b > 0 if self.way else own.shape[0] == 1):
                     shared = whole.shape[0] == 1
                     own = (own.detach() if shared else own) if self.way else self._of_one_head(own, q.shape[0])
@@ -254,10 +281,13 @@ class Mutant:
                 sink = score.logits
                 if self.has("sink of the wrong head"):
                     heads = torch.arange(q.shape[0])
-                    sink = sink[(0 * heads, heads.flip(0), heads // (q.shape[0] // max(k.shape[0], 1) or 1))[self.way]]
+                    group = q.shape[0] // max(k.shape[0], 1) or 1
+                    sink = sink[(0 * heads, heads.flip(0), heads // group, heads.roll(1))[self.way]]
         masks = modifiers.flatten_mask(mask)
         m = modifiers.Modifiers(self.has, scale, masks, scores, b, seq_q, counted, limit, self.tile_kv, self.split_kv)
         m.dtype, m.biases, m.addresses, m.default_scale = q.dtype, biases, self.addresses, default
+        m.value = self.value
+        m.group, m.heads_q = max(q.shape[0] // max(k.shape[0], 1), 1), q.shape[0]
         out, lse = tiled.Attend.apply(m, q, k, v, sink, *biases.values())  # type: ignore[no-untyped-call]
         if q.shape[0] > 1 and self.has("heads of the output exchanged"):
             out = out[self.addresses.stored(out.shape[0], k.shape[0])]

@@ -9,14 +9,16 @@ not hide behind it. Rows are not tiled: no fault needs it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnworks.scores import Bias
 from attnworks.workbench.addresses import shares
+from attnworks.workbench.misplaced import next_channels
 from attnworks.workbench.modifiers import Modifiers, kept_channels
+from attnworks.workbench.tiled_backward import backward, of_kv_heads, top_scores
 
 
 def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -30,24 +32,41 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
     whole = has("fp16 accumulation") or has("sum in low precision") or not m.split_kv
     size = k.shape[1] if whole else m.split_kv if m.split_kv > 0 else -(k.shape[1] // m.split_kv)
     parts = [_split(m, q, k[:, a : a + size], v[:, a : a + size], a) for a in range(0, k.shape[1], size or 1)]
+    tops = m.tops
     if sink is not None and not has("sink ignored"):
         factor = (m.scale, math.log2(math.e), math.log(2))[m.addresses.way] if has("sink scaled") else 1.0
         logits = (sink * factor).view(-1, 1).expand(rows).to(q.dtype)
         if has("sink counted twice"):
             logits = logits + math.log(len(parts) if m.addresses.way and parts else 2)
         if not has("sink outside the maximum"):
-            parts.append((q.new_zeros(*rows, v.shape[-1]), logits))
+            held = v[:, :1].expand(*rows, -1) if v.shape[1] and has("sink has a value") else q.new_zeros(1)
+            parts.append((held.expand(*rows, v.shape[-1]), logits))
     if not parts:
-        return q.new_zeros(*rows, v.shape[-1]), q.new_full(rows, -torch.inf)
+        left = torch.nan if has("empty rows give NaN") else 0.0
+        finite = (
+            (-30000.0, 0.0, torch.inf, torch.nan)[m.addresses.way] if has("finite lse of empty rows") else -torch.inf
+        )
+        return q.new_full((*rows, v.shape[-1]), left), q.new_full(rows, finite)
     lses = torch.stack([lse for _, lse in parts])
     top = lses.amax(0)
     weights = torch.exp(lses - torch.where(top == -torch.inf, 0, top))
     total = weights.sum(0)
+    if sink is not None and has("sink without the maximum"):
+        total = weights[:-1].sum(0) + torch.exp(sink.view(-1, 1))
     if sink is not None and has("sink outside the maximum"):
         total = total + torch.exp(sink.view(-1, 1) - torch.where(top == -torch.inf, 0, top))
     lse = torch.where(total == 0, -torch.inf, top + torch.log(total))
     if has("sink only in the lse") and sink is not None:
+        if not m.addresses.way and len(parts) > 1:
+            weights = torch.cat((torch.softmax(lses[:-1], 0).nan_to_num(0), 0 * weights[-1:]))
         total = weights[:-1].sum(0)
+    if len(parts) > 1 and (has("a split left out") or has("splits merged by another weight")):
+        weights, total = _other_weights(m, lses, tops), torch.ones_like(total)
+        if m.addresses.way == 5:  # accumulators by their maxima, sums as they are
+            maxima = torch.stack([*tops, *lses[len(tops) :]])
+            highest = torch.where(top == -torch.inf, 0, maxima.amax(0))
+            weights, total = torch.exp(lses - highest), torch.exp(lses - maxima).nan_to_num(0).sum(0)
+            lse = torch.where(total == 0, -torch.inf, highest + torch.log(total))
     if has("splits averaged"):
         sizes = [min(size, k.shape[1] - a) for a in range(0, k.shape[1], size or 1)]
         alike = shares(sizes, len(parts), m.addresses.way).to(q.dtype)
@@ -65,13 +84,16 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
     """The online softmax over the keys of one split."""
     has = m.has
     acc = q.new_zeros(*q.shape[:2], v.shape[-1])
-    top = q.new_full((*q.shape[:2], 1), -5000.0 if has("finite initial maximum") else -torch.inf)
+    begin = (-5000.0, 0.0, -50.0)[m.addresses.way] if has("finite initial maximum") else -torch.inf
+    top = q.new_full((*q.shape[:2], 1), begin)
     total = torch.zeros_like(top)
     for first in range(0, k.shape[1], m.tile_kv):
         keys = slice(first, first + m.tile_kv)
         if _skipped(m, start + first, k[:, keys].shape[1]):
             continue
-        s, _ = m.tile(q, k[:, keys], start + first)
+        s, _ = m.tile(q, _keys(m, k, keys), start + first)
+        if first > 0 and has("running maximum rounded"):  # where it lies between tiles
+            top = top.to(torch.bfloat16 if m.addresses.way else torch.float16).to(top.dtype)
         padding = m.tile_kv - s.shape[-1]
         # Always, or where the number of queries says that no tile needs a mask.
         if has("tail keys unmasked") and (m.addresses.way == 0 or (m.addresses.way == 3 and m.seq_q % m.tile_kv == 0)):
@@ -81,30 +103,47 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         new_top = torch.maximum(top, s.amax(-1, keepdim=True))
         if has("sum not rescaled") and m.addresses.way:  # the maximum follows only where it rises far
             new_top = torch.where(new_top > top + 8, new_top, top)
+        if has("maximum shared by rows"):
+            new_top = new_top.amax((0, 1) if m.addresses.way else 1, keepdim=True).expand_as(top)
         if has("maximum not subtracted"):
-            new_top = torch.zeros_like(new_top)
+            new_top = top if m.addresses.way and first > 0 else new_top if m.addresses.way else 0 * new_top
         safe = (
             new_top
             if has("hidden tiles give NaN") and not m.addresses.way
             else torch.where(new_top == -torch.inf, 0, new_top)
         )
-        exp = torch.exp2 if has("exp2 for exp") and not m.addresses.way else torch.exp
+        exp: Callable[[Tensor], Tensor] = torch.exp2 if has("exp2 for exp") and not m.addresses.way else torch.exp
+        exp = _approximated(m.addresses.way) if has("exp approximated") else exp
         p = exp(s - safe)
         alpha = exp(safe - top) if has("rescaled upside down") and first > 0 else exp(top - safe)
         if has("rescaled by another exponent"):
             alpha = exp(
                 (top - safe) * (math.log(2), math.log2(math.e), 1 / abs(m.scale), abs(m.scale))[m.addresses.way]
             )
+        if first > 0 and has("correction rounded"):
+            alpha = alpha.to(torch.bfloat16 if m.addresses.way else torch.float16).to(alpha.dtype)
         if has("sum and accumulator not rescaled"):
             alpha = torch.where(safe - top < (1.0 if m.addresses.way else torch.inf), 1.0, alpha)
-        total = total * (1 if has("sum not rescaled") else alpha) + p.sum(-1, keepdim=True)
-        total = total.to(m.dtype).to(total.dtype) if has("sum in low precision") else total
+        share = p.sum(-1, keepdim=True)
+        if has("sum of part of the keys"):
+            lanes = torch.arange(p.shape[-1])
+            held = (lanes % 2 == 0, lanes % 2 == 1, lanes < m.tile_kv // 2, lanes % 8 < 2)[m.addresses.way]
+            share = (p * held).sum(-1, keepdim=True)
+        if has("a tile counted twice") and _missing(m, start + first, p.shape[-1]):
+            p, share = 2 * p, 2 * share
+        if has("a tile missing in the sum"):
+            share = share * (not _missing(m, start + first, p.shape[-1]))
+        total = total * (1 if has("sum not rescaled") else 0 if has("sum overwritten by each tile") else alpha) + share
+        if has("sum in low precision"):
+            total = total.to((m.dtype, torch.float16, torch.bfloat16)[m.addresses.way]).to(total.dtype)
         acc = acc * (1 if has("accumulator not rescaled") or has("rescaled after adding") else alpha)
         acc = acc * (0 if has("accumulator overwritten by each tile") else 1)
         p = p[..., : v[:, keys].shape[1]]
         p = p * m.shown if has("masked after softmax") else p
-        coarse = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)
+        coarse = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16)
         p = p.to(coarse[m.addresses.way] if has("probs in fp8") else m.dtype).to(p.dtype)
+        if has("a tile missing in the accumulator"):
+            p = p * (not _missing(m, start + first, p.shape[-1]))
         low = has("fp16 accumulation") and m.dtype == torch.float16 and not m.addresses.way
         values = _values(m, v, keys)
         acc = _accumulate_fp16(acc, p, values) if low else acc + p @ values
@@ -112,11 +151,75 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
             acc = acc.to(torch.bfloat16 if m.addresses.way == 2 else m.dtype).to(acc.dtype)
         acc = acc * alpha if has("rescaled after adding") and first > 0 else acc
         top = new_top
+    m.tops.append(top.squeeze(-1))
+    if has("one added to the sum"):
+        total = total + (1.0, torch.exp(-torch.where(top == -torch.inf, 0, top)), 1e-3)[m.addresses.way]
+    if has("sum of other rows") and m.seq_q > 1:
+        total = _other_rows(m, total)
     safe_total = total if _hidden_give_nan(m) else torch.where(total == 0, 1, total)
     out = acc if has("not divided by the sum") else acc / safe_total
     stand_in = -30000.0 if has("finite lse of empty rows") and not m.addresses.way else -torch.inf
     lse = torch.where(total == 0, stand_in, top + torch.log(total))
     return out, lse.squeeze(-1)
+
+
+def _keys(m: Modifiers, k: Tensor, keys: slice) -> Tensor:
+    """The rows of K that a tile's scores are of."""
+    if keys.start > 0 and m.has("K of another tile"):
+        back = (m.tile_kv, keys.start)[m.addresses.way]  # the tile before, or the first one
+        return k[:, torch.arange(k.shape[1])[keys] - back]
+    return k[:, keys]
+
+
+def _missing(m: Modifiers, first: int, size: int) -> bool:
+    """Whether a tile is the one that does not count: the last, the first, one that is not whole, every other one."""
+    last = first + size >= m.limit
+    return (last and first > 0, first == 0, size < m.tile_kv, first // m.tile_kv % 2 == 1)[m.addresses.way]
+
+
+def _other_rows(m: Modifiers, total: Tensor) -> Tensor:
+    if m.addresses.way == 1:  # of the first row of a tile
+        rows = torch.arange(m.seq_q)
+        return total[:, rows - rows % 16]
+    return (total.roll(1, 1), total, total.amax(1, keepdim=True).expand_as(total))[m.addresses.way]
+
+
+def _approximated(way: int) -> Callable[[Tensor], Tensor]:
+    """exp by 2^n times a polynomial for the rest: of degree 1, 2 or 3, or as the bits of a float are made."""
+
+    def exp(x: Tensor) -> Tensor:
+        scaled = (x * math.log2(math.e)).clamp(min=-1000)
+        whole = scaled.floor()
+        rest = scaled - whole
+        terms = (1 + rest, 1 + rest * (0.6565 + 0.3435 * rest), 1 + rest * (0.6951 + rest * (0.2276 + 0.0773 * rest)))
+        return torch.where(x == -torch.inf, 0, torch.exp2(whole) * terms[way])
+
+    return exp
+
+
+def _other_weights(m: Modifiers, lses: Tensor, tops: list[Tensor]) -> Tensor:
+    """What partial results weigh where one is left out, or where weights are made of something else than their LSE."""
+    way = m.addresses.way
+    if m.has("a split left out"):
+        keep = torch.ones(len(lses))
+        keep[(slice(len(lses) - 1, None), slice(0, 1), slice(1, 2), slice(2, None))[way]] = 0
+        lses = torch.where(keep.view(-1, 1, 1) > 0, lses, -torch.inf)
+    elif way == 0:
+        lses = torch.stack([*tops, *lses[len(tops) :]])  # by their maxima alone
+    elif way > 2:  # one after the other, by an LSE of what was merged that is the first one's or the largest
+        return _in_turn(lses, way == 4)
+    else:
+        lses = lses * (math.log2(math.e), math.log(2))[way - 1]  # exp of what is in base 2, or the other way round
+    return torch.softmax(lses, 0).nan_to_num(0)
+
+
+def _in_turn(lses: Tensor, largest: bool) -> Tensor:
+    weights, merged = [torch.ones_like(lses[0])], lses[0]
+    for lse in lses[1:]:
+        share = torch.sigmoid((lse - merged).nan_to_num(0, torch.inf, -torch.inf))
+        weights = [*(w * (1 - share) for w in weights), share]
+        merged = torch.maximum(merged, lse) if largest else merged
+    return torch.stack(weights)
 
 
 def _values(m: Modifiers, v: Tensor, keys: slice) -> Tensor:
@@ -140,9 +243,11 @@ def _skipped(m: Modifiers, first: int, size: int) -> bool:
     )
 
 
-def _in_tf32(x: Tensor) -> Tensor:
-    """Rounded to the 10 stored bits of a TF32 mantissa."""
-    return ((x.float().contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).to(x.dtype)
+def _in_tf32(x: Tensor, cut: bool) -> Tensor:
+    """Rounded, or ``cut`` as matrix units do, to the 10 stored bits of a TF32 mantissa."""
+    return (
+        ((x.float().contiguous().view(torch.int32) + (0 if cut else 0x1000)) & ~0x1FFF).view(torch.float32).to(x.dtype)
+    )
 
 
 def _accumulate_fp16(acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
@@ -152,121 +257,33 @@ def _accumulate_fp16(acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
     return acc
 
 
-def backward(
-    m: Modifiers,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    d_lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor | None]:
-    """(dq, dk, dv, dbias of each bias, dsink): P recomputed from the LSE, tile by tile. dk, dv have heads_q heads."""
-    has = m.has
-    delta = (d_out * out).sum(-1, keepdim=True)
-    seen = torch.where(lse == -torch.inf, 0, d_lse)[..., None]
-    delta = delta - seen * ((-1 if m.addresses.way else 0) if has("lse cotangent ignored") else 1)
-    if has("delta missing"):
-        delta = torch.zeros_like(delta)
-    if has("delta of the wrong sign"):
-        delta = -delta
-    if has("delta of other rows") and delta.numel():
-        delta = delta.mean(1, keepdim=True).expand_as(delta) if m.addresses.way else delta.roll(1, 1)
-    safe = (
-        lse[..., None] if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)[..., None]
-    )
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    d_biases = {place: torch.zeros_like(bias, dtype=q.dtype) for place, bias in m.biases.items()}
-    recomputed = _top(m, q, k) if has("probs not normalised in backward") else safe
-    if has("lse of the other base in backward"):
-        recomputed = recomputed * (math.log(2) if m.addresses.way else math.log2(math.e))
-    for first in range(0, k.shape[1], m.tile_kv):
-        keys = slice(first, first + m.tile_kv)
-        s, slopes = m.tile(q, k[:, keys], first, backward=True)
-        p = torch.exp(s - recomputed)
-        padding = m.tile_kv - s.shape[-1] if has("padding scored 0 in backward") else 0
-        dp = d_out @ v[:, keys].transpose(-1, -2)
-        rows = _rows(m)
-        dv[:, keys] = _narrow(m, p[:, rows]).transpose(-1, -2) @ _narrow(m, d_out[:, rows])
-        ds = (dp - delta) * (m.shown if has("dS without probs") else p)
-        for place, (modifier, slope) in reversed(list(enumerate(zip(m.scores, slopes, strict=True)))):
-            if isinstance(modifier, Bias):
-                factor = m.scale if has("bias gradient scaled") else 0.0 if has("bias gradient missing") else 1.0
-                d_biases[place][..., keys] = ds * factor
-            elif slope is not None:
-                ds = ds * slope
-        ds = ds.to(torch.float8_e4m3fn).to(ds.dtype) if has("dS in fp8") else _narrow(m, ds, way=2)
-        step = ds @ k[:, keys] * _scale(m, "dq")
-        if padding:
-            step = step + (torch.exp(0 - safe) * (0 - delta)) @ k.new_zeros(1, 1, k.shape[-1])
-        missing = first == 0 if m.addresses.way else first + m.tile_kv >= k.shape[1]
-        if not (missing and k.shape[1] > m.tile_kv and has("last tile missing in dq")):
-            dq = step if has("dq overwritten by each tile") else dq + step
-        dk[:, keys] = ds[:, rows].transpose(-1, -2) @ q[:, rows] * _scale(m, "dk")
-    d_sink = None
-    if sink is not None:
-        d_sink = -(torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]).sum(-1)
-        if has("sink gradient missing"):
-            d_sink = -d_sink if m.addresses.way else torch.zeros_like(d_sink)
-    _leave_out(m, dq, dk, dv)
-    if has("dv scaled"):
-        dv = dv * m.scale
-    if has("dk and dv exchanged") and dk.shape == dv.shape:
-        dk, dv = dv, dk
-    return dq, dk, dv, [d_biases[place] for place in m.biases], d_sink
-
-
-def _leave_out(m: Modifiers, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """What is never written."""
-    way, tile, seq_kv = m.addresses.way, m.tile_kv, dk.shape[1]
-    if m.has("tail rows unwritten in dq") and m.seq_q > tile:
-        dq[:, tile if way else m.seq_q // tile * tile :] = 0
-    if m.has("last tile missing in dk, dv") and seq_kv > tile:
-        for grad in ((dk, dv), (dk,), (dv,))[way]:
-            grad[:, (seq_kv - 1) // tile * tile :] = 0
-
-
-def _narrow(m: Modifiers, x: Tensor, way: int = 0) -> Tensor:
-    """P, dO or (``way``: 2) dS rounded to the input dtype, or with fewer bits."""
-    if m.has("backward in 16 bits") and m.addresses.way < 4 - way:
-        return x.to(torch.bfloat16 if m.addresses.way % 2 else torch.float16).to(x.dtype)
-    return x.to(m.dtype).to(x.dtype)
-
-
-def _scale(m: Modifiers, name: str) -> float:
-    """What dS K or dS^T Q is multiplied by."""
-    if m.has("scale argument ignored in backward"):
-        return m.default_scale
-    return 1.0 if m.has(f"{name} not scaled") else m.scale**2 if m.has(f"{name} scaled twice") else m.scale
-
-
-def _rows(m: Modifiers) -> slice:
-    """The queries that dK and dV are sums over."""
-    last = max(m.seq_q - 1, 0) // m.tile_kv * m.tile_kv
-    if m.has("dk, dv of the last query tile"):
-        return slice(last, None)
-    if m.has("last query tile missing in dk, dv") and last:
-        return slice(m.tile_kv, None) if m.addresses.way else slice(None, last)
-    return slice(None)
-
-
-def _top(m: Modifiers, q: Tensor, k: Tensor) -> Tensor:
-    """The maximum of every row, 0 of an empty one."""
-    tops = [m.tile(q, k[:, a : a + m.tile_kv], a)[0].amax(-1, keepdim=True) for a in range(0, k.shape[1], m.tile_kv)]
-    top = torch.cat(tops, -1).amax(-1, keepdim=True) if tops else q.new_zeros(*q.shape[:2], 1)
-    return torch.where(top == -torch.inf, 0, top)
-
-
-def _of_kv_heads(m: Modifiers, wide: Tensor, heads: Tensor, heads_kv: int, which: int) -> Tensor:
-    """dK (``which``: 1) or dV (2), by query heads, as what the KV heads get."""
-    group = max(wide.shape[0] // max(heads_kv, 1), 1)
-    if m.has("dk, dv of one query head") and m.addresses.way in (0, which, 3):
-        return wide[group - 1 if m.addresses.way == 3 else 0 :: group]
-    summed = wide.new_zeros(heads_kv, *wide.shape[1:]).index_add(0, heads, wide)
-    averaged = m.has("dk, dv averaged over the group") and m.addresses.way in (0, which)
-    return summed / group if averaged else summed
+def reported(m: Modifiers, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+    """The LSE as it is handed out."""
+    has, way = m.has, m.addresses.way
+    if has("lse in base 2"):
+        top = top_scores(m, q, k)[..., 0]
+        parts = (lse / math.log(2), top + (lse - top) / math.log(2), top / math.log(2) + (lse - top))
+        return parts[way]
+    if has("lse without the maximum"):
+        return lse - top_scores(m, q, k)[..., 0]
+    if has("lse is the maximum"):
+        return top_scores(m, q, k)[..., 0]
+    if has("lse without its logarithm"):
+        top = top_scores(m, q, k)[..., 0]
+        return torch.exp(lse - top) if way == 0 else torch.exp(lse - top) + top if way == 1 else torch.exp(lse)
+    if has("lse of the wrong sign"):
+        return -lse
+    if has("lse scaled"):
+        return lse * (m.scale, 1 / m.scale, m.value)[way]
+    if k.shape[1] and has("lse of one tile"):
+        last = max(k.shape[1] - 1, 0) // m.tile_kv * m.tile_kv
+        first = 0 if way else last
+        return torch.logsumexp(m.tile(q, k[:, first : first + m.tile_kv], first)[0], -1)
+    if has("lse in low precision"):
+        return lse.to(torch.float16 if way else torch.bfloat16).to(lse.dtype)
+    if has("finite lse of empty rows") and way:
+        return torch.where(lse == -torch.inf, (0.0, torch.inf, torch.nan)[way - 1], lse)
+    return torch.zeros_like(lse) if has("lse not written") else lse
 
 
 class Attend(torch.autograd.Function):
@@ -280,17 +297,27 @@ class Attend(torch.autograd.Function):
         ctx.heads, heads_v = m.addresses.heads(q.shape[0], k.shape[0])
         # Copies, because a matrix product's bits may depend on how its operands lie in memory.
         q_copy = q.to(compute).clone(memory_format=torch.contiguous_format)
+        if q.shape[-1] % 64 and m.has("channels of the next row"):
+            q_copy, k = (next_channels(x, m.addresses.way) for x in (q_copy, k))
         wide = [q_copy, k.to(compute)[ctx.heads], v.to(compute)[heads_v]]
         if m.has("K and V exchanged") and k.shape == v.shape:
             wide[1], wide[2] = wide[2], wide[1]
         if q.dtype != torch.bfloat16 and m.has("inputs in bf16"):
-            wide = [x.bfloat16().to(compute) for x in wide]
+            coarse, which = ((torch.bfloat16, torch.float16)[m.addresses.way % 2], (2, 0, 1)[m.addresses.way // 2])
+            wide = [x.to(coarse).to(compute) if which in (2, n == 2) else x for n, x in enumerate(wide)]
         if m.has("products in tf32") and q.dtype == torch.float32:
-            wide = [_in_tf32(x) for x in wide]
+            way = m.addresses.way
+            wide = [_in_tf32(x, way == 3) if way in (0, 1 + (n == 2), 3) else x for n, x in enumerate(wide)]
         out, lse = forward(m, wide[0], wide[1], wide[2], None if sink is None else sink.to(compute))
         ctx.m, ctx.sink, ctx.dtypes, ctx.heads_kv = m, sink, (q.dtype, k.dtype, v.dtype), k.shape[0]
+        if m.seq_q > k.shape[1] and m.has("rows end with the keys"):
+            out[:, k.shape[1] :] = 0
+        if m.has("scale of the output"):
+            out = out * m.scale
+        if m.has("output of another size"):
+            out = out * m.value
         if m.has("tail rows unwritten") and (m.seq_q > m.tile_kv or m.addresses.way):
-            out[:, m.seq_q // m.tile_kv * m.tile_kv :] = 0
+            out[:, m.seq_q - 1 if m.addresses.way == 2 else m.seq_q // m.tile_kv * m.tile_kv :] = 0
         if m.leaves_out(v.shape[-1]) and 3 < m.addresses.way < 8:
             out[..., kept_channels(v.shape[-1], m.addresses.way) :] = 0
         if v.shape[-1] > q.shape[-1] and m.has("channels left out") and m.addresses.way == 8:
@@ -298,18 +325,9 @@ class Attend(torch.autograd.Function):
         if q.dtype == torch.float32 and m.has("output in 16 bits"):
             out = out.to(torch.float16 if m.addresses.way else torch.bfloat16)
         rounded = out.to(q.dtype)
-        ctx.saved = (*wide, rounded.to(compute), lse)
-        if m.has("lse in base 2"):
-            return rounded, lse / torch.log(torch.tensor(2.0))
-        if m.has("lse without the maximum"):
-            return rounded, lse - _top(m, wide[0], wide[1])[..., 0]
-        if m.has("lse is the maximum"):
-            return rounded, _top(m, wide[0], wide[1])[..., 0]
-        if m.has("lse in low precision"):
-            return rounded, lse.to(torch.float16 if m.addresses.way else torch.bfloat16).to(lse.dtype)
-        if m.has("finite lse of empty rows") and m.addresses.way:
-            return rounded, torch.where(lse == -torch.inf, (0.0, torch.inf, torch.nan)[m.addresses.way - 1], lse)
-        return rounded, torch.zeros_like(lse) if m.has("lse not written") else lse
+        # Without their history: an output that its own node keeps is never freed.
+        ctx.saved = (*wide, rounded.detach().to(compute), lse.detach())
+        return rounded, reported(m, wide[0], wide[1], lse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -319,7 +337,7 @@ class Attend(torch.autograd.Function):
         d_out, d_lse = (grad.to(q.dtype) for grad in grads)
         wide_sink = None if sink is None else sink.to(q.dtype)
         dq, dk, dv, d_biases, d_sink = backward(m, q, k, v, wide_sink, out, lse, d_out, d_lse)
-        narrow = [_of_kv_heads(m, wide, ctx.heads, ctx.heads_kv, n) for n, wide in enumerate((dk, dv), 1)]
+        narrow = [of_kv_heads(m, wide, ctx.heads, ctx.heads_kv, n) for n, wide in enumerate((dk, dv), 1)]
         dtypes = ctx.dtypes
         d_sink = None if d_sink is None or sink is None else d_sink.to(sink.dtype)
         return (

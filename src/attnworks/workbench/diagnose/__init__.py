@@ -12,23 +12,36 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnworks.workbench.cases import Case
-from attnworks.workbench.diagnose import patterns
-from attnworks.workbench.diagnose.nearest import FAR, Candidate, Corpus, Progress
+from attnworks.workbench.diagnose import patterns, reading
+from attnworks.workbench.diagnose.answers import FAR
+from attnworks.workbench.diagnose.nearest import Candidate, Corpus, Progress
 from attnworks.workbench.diagnose.probes import Observation, Probe
 from attnworks.workbench.diagnose.shrink import shrink
 from attnworks.workbench.subjects import Subject
-from attnworks.workbench.verify import fresh_memory_poisoned, verify
+from attnworks.workbench.verify import Result, fresh_memory_poisoned, verify
 
 # Nearer than NEAR, and by GAP nearer than the next one, the nearest fault was the right one in 61 of 62 kernels that
 # nobody had seen (docs/results); beyond FAR it was a guess.
 NEAR, GAP = 0.3, 0.08
+SEARCHED = 3  # of verify's cases that fail, how many are asked beside the probes
 MOST = 0.9  # of what the kernel gets wrong, for a fault to be named without reserve
+
+
+# The faults that checks of ``verify`` show which no values show.
+BY_CHECK = {
+    "batch invariant": "batch changes the tiles",
+    "repeatable": "changes from call to call",
+    "gradients repeatable": "changes from call to call",
+    "changes no input": "writes into q",
+    "ignores what is outside": "tail weighted by 0",
+}
 
 
 @dataclass
 class Diagnosis:
     """What was found. ``candidates``: known faults, the nearest first; ``failing``: names of the probes that fail;
-    ``refused``: how many were not run; ``smallest``: a problem that still fails in the same way."""
+    ``refused``: how many were not run; ``smallest``: a problem that still fails in the same way; ``checks``: what only
+    checks of ``verify`` see, where no probe fails."""
 
     subject: str
     failing: list[str] = field(default_factory=list)
@@ -38,10 +51,11 @@ class Diagnosis:
     candidates: list[Candidate] = field(default_factory=list)
     patterns: list[str] = field(default_factory=list)
     smallest: Probe | None = None
+    checks: list[str] = field(default_factory=list)
 
     @property
     def right(self) -> bool:
-        return not self.failing and not self.raised
+        return not self.failing and not self.raised and not self.checks
 
     @property
     def certainty(self) -> str:
@@ -66,6 +80,7 @@ class Diagnosis:
             "certainty": self.certainty,
             "candidates": [vars(candidate) for candidate in self.candidates[:5]],
             "patterns": self.patterns,
+            "checks": self.checks,
             "smallest": None if self.smallest is None else describe(self.smallest.case),
         }
 
@@ -87,20 +102,34 @@ def diagnose(
     with fresh_memory_poisoned():
         seen = corpus.observe(subject, progress)
         if not any(one.failed for one in seen) and not cases:
-            found = _search(subject, seed, progress)
-            if found:
-                corpus = corpus.view([Probe(case) for case in found])
+            failed = _search(subject, seed, progress)
+            if failed:
+                cases = list({result.case.name: result.case for result in failed}.values())
+                corpus = corpus.view([Probe(case) for case in cases[:SEARCHED]])
                 seen = corpus.observe(subject, progress)
+            if failed and not any(one.failed for one in seen):
+                return _by_checks(subject, seen, failed)
         if size := patterns.tile_size(subject, corpus.benches, seen):
             corpus.try_size(size)
+        corpus.try_numbers(reading.numbers(subject, corpus.benches, seen))
         return _explained(subject, corpus, seen, progress)
 
 
-def _search(subject: Subject, seed: int, progress: Progress | None) -> list[Case]:
-    """Up to three of verify's quick cases that fail."""
+def _search(subject: Subject, seed: int, progress: Progress | None) -> list[Result]:
+    """What fails of verify's quick cases, of the checks that say by themselves that something is wrong."""
     results = verify(subjects=[subject], quick=True, seed=seed, progress=progress)
-    failed = {r.case.name: r.case for r in results if r.status == "failed"}
-    return list(failed.values())[:3]
+    telling = ("forward", "gradients", *BY_CHECK)
+    return [result for result in results if result.status == "failed" and result.check in telling]
+
+
+def _by_checks(subject: Subject, seen: Sequence[Observation], failed: Sequence[Result]) -> Diagnosis:
+    """What checks say whose findings are not in the values."""
+    asked = sum(not s.refused for s in seen)
+    found = Diagnosis(subject.name, asked=asked, refused=len(seen) - asked)
+    found.checks = [f"{result.case.name}: {result.check}: {result.message}" for result in failed[:SEARCHED]]
+    named = dict.fromkeys(BY_CHECK[result.check] for result in failed if result.check in BY_CHECK)
+    found.candidates = [Candidate(fault, NEAR, 0, 1, 1, 0) for fault in named]
+    return found
 
 
 def _explained(subject: Subject, corpus: Corpus, seen: Sequence[Observation], progress: Progress | None) -> Diagnosis:

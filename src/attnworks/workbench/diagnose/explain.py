@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from attnworks.workbench.diagnose import Diagnosis, describe
 from attnworks.workbench.diagnose.causes import CAUSES
-from attnworks.workbench.diagnose.nearest import SPLIT, Candidate
+from attnworks.workbench.diagnose.nearest import Candidate
+from attnworks.workbench.diagnose.variants import SPLIT
 
 RIGHT = "Nothing is wrong with it on the {asked} probes that it ran: every value, LSE and gradient within its budget."
 
@@ -26,7 +27,7 @@ def _symptoms(found: Diagnosis) -> list[str]:
     if found.raised:
         name, error = next(iter(found.raised.items()))
         lines.append(f"raises on {len(found.raised)} probes, first on {name!r}: {error[:200]}")
-    return lines + found.patterns
+    return lines + found.patterns + [f"verify: {check}" for check in found.checks]
 
 
 def _cause(found: Diagnosis) -> list[str]:
@@ -50,8 +51,8 @@ def _cause(found: Diagnosis) -> list[str]:
     ]
     if first.narrowed:
         lines.append(
-            "Everywhere, that fault would show in calls that are right as well: look for the path, the branch or the "
-            "instance that only the failing calls take."
+            "Everywhere, that fault would show in more than is wrong: look for the path, the branch or the "
+            "instance that only the failing calls, rows or heads take."
         )
     if first.second_fault:
         lines.append(
@@ -71,6 +72,8 @@ def _cause(found: Diagnosis) -> list[str]:
 def _tile(candidate: Candidate) -> str:
     if candidate.tile < 0:
         return f"; {-candidate.tile} splits fit best"
+    if candidate.number is not None:
+        return f"; its number is {candidate.number:g}"
     what = "splits" if candidate.fault in SPLIT else "tiles"
     return f"; {what} of {candidate.tile} fit best" if candidate.tile else ""
 

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from attnworks.workbench.diagnose.nearest import SPLIT, Corpus, Progress
+from attnworks.workbench.diagnose.nearest import Corpus, Progress
+from attnworks.workbench.diagnose.variants import SPLIT
 from attnworks.workbench.faults import FAULTS
 from attnworks.workbench.hunt import Kill, kill_table
 from attnworks.workbench.inputs import Inputs

@@ -121,6 +121,8 @@ def in_tensors(benches: Sequence[Bench], seen: Sequence[Observation]) -> list[st
         said.append("two calls on the same inputs differ")
     if any(s.writes for _, s in ran):
         said.append("the call changes its inputs")
+    if any(s.spills for _, s in ran):
+        said.append("packed rows that belong to no sequence are not 0")
     for name in names[:3]:
         bench, answer = _clearest(ran, name)
         said += [f"{name} {what} ({bench.probe.name})" for what in _where(bench.truths[name], answer)]

@@ -73,10 +73,12 @@ def _probes() -> tuple[Case, ...]:
         _case("causal from the top left", 40, 100, mask=(Causal("top-left"),), **grads),
         _case("gradient of the lse", 40, 72, lse_cotangent=True, **grads),
         _case("window", 100, 100, mask=(Window(7, 5),), **grads),
+        _case("causal and window", 90, 90, mask=(Causal(), Window(20, None)), **grads),
         _case("boolean mask", 33, 70, batch=2, mask=(BooleanRule("bhqk", empty_row=True),), **grads),
         _case("boolean mask without heads", 33, 70, batch=2, mask=(BooleanRule("b1qk"),)),
         _case("6 heads on 3", 40, 72, batch=2, heads_q=6, heads_kv=3, **grads),
         _case("8 heads on 2", 40, 72, batch=2, heads_q=8, heads_kv=2, **grads),
+        _case("6 heads on 2, causal", 70, 70, heads_q=6, **causal),
         _case("unequal dims", 40, 72, head_dim_v=40, **grads),
         _case("V wider", 40, 72, head_dim=40, **grads),
         _case("head_dim 40", 40, 72, head_dim=40, head_dim_v=40, **grads),
@@ -89,9 +91,12 @@ def _probes() -> tuple[Case, ...]:
         _case("alibi", 50, 70, scores=(AlibiRule(),), **{**heads, "mask": (Causal(),)}),
         _case("alibi, not causal", 50, 70, scores=(AlibiRule(),), **heads),
         _case("alibi of each sequence", 50, 70, scores=(AlibiRule(True),), **heads),
+        _case("alibi, grouped", 50, 70, scores=(AlibiRule(),), **{**heads, "heads_kv": 2, "mask": (Causal(),)}),
         _case("bias", 50, 70, scores=(BiasRule("bhqk"),), **heads),
         _case("bias that hides", 50, 70, scores=(BiasRule("bhqk", hide=True),), **heads),
         _case("bias without heads", 50, 70, scores=(BiasRule("b1qk"),), **heads),
+        _case("bias without sequences", 50, 70, scores=(BiasRule("1hqk"),), **heads),
+        _case("softcap, then bias", 50, 70, scores=(Softcap(2.0), BiasRule("b1qk"))),
         _case("bias, then softcap", 50, 70, scores=(BiasRule("bhqk"), Softcap(2.0)), **heads),
         _case("sink", 50, 70, scores=(SinkRule(),), **heads),
         _case("sink 30000", 50, 70, scores=(SinkRule(30000.0),)),
@@ -101,6 +106,12 @@ def _probes() -> tuple[Case, ...]:
         _case("varlen, grouped", 40, 60, **pack, **grads),
         _case("varlen, window", 40, 60, **{**pack, "mask": (Window(7, 5),)}),
         _case("varlen, alibi", 40, 60, **{**pack, "scores": (AlibiRule(),)}),
+        _case("varlen, head_dim 40", 40, 60, **{**pack, "mask": ()}, head_dim=40, head_dim_v=40, **grads),
+        _case("varlen, V narrower", 40, 60, **pack, head_dim_v=40),
+        _case("varlen, scale 0.3", 40, 60, **{**pack, "mask": ()}, scale=0.3, **grads),
+        _case("varlen, bf16", 40, 60, **{**pack, "dtype": BF16}),
+        _case("varlen, softcap", 40, 60, **{**pack, "scores": (Softcap(2.0),)}, **grads),
+        _case("varlen, sink", 40, 60, **{**pack, "scores": (SinkRule(),)}),
         _case("varlen with empty", 9, 40, **{**pack, "lengths": ((4, 0), (0, 9), (9, 40), (7, 3))}, **grads),
         _case("cache", 1, 220, **decode),
         _case("cache, 8 heads on 2", 1, 256, **{**decode, "heads_q": 8, "lengths": even}),
@@ -110,6 +121,12 @@ def _probes() -> tuple[Case, ...]:
             220,
             **{**decode, **few, "lengths": ((3, 9), (3, 150), (3, 77)), "mask": (Window(7, 5),)},
         ),
+        _case("cache, head_dim 80", 1, 220, **{**decode, "lengths": even}, head_dim=80, head_dim_v=80),
+        _case("cache, scale 0.3", 1, 220, **decode, scale=0.3),
+        _case("cache, fp16", 2, 220, **{**decode, **few, "lengths": ((2, 9), (2, 150), (2, 77)), "dtype": FP16}),
+        _case("cache, softcap", 1, 220, **decode, scores=(Softcap(2.0),)),
+        _case("cache, alibi", 1, 220, **{**decode, "heads_q": 8}, scores=(AlibiRule(),)),
+        _case("cache, sink", 1, 220, **{**decode, "heads_q": 8}, scores=(SinkRule(),)),
         _case("cache with empty", 1, 96, **{**decode, "lengths": ((1, 0), (1, 40), (1, 96))}),
         _case("pages of 16", 1, 220, **{**decode, "lengths": ((1, 50), (1, 200), (1, 77), (1, 33)), "page_size": 16}),
         _case(
@@ -175,17 +192,20 @@ class Answer:
 @dataclass
 class Observation:
     """A subject's answers to one probe. ``refused``: why it did not run; ``raised``: the exception it ended in;
-    ``changes``: two calls differed in a bit; ``writes``: it changed its inputs."""
+    ``changes``: two calls differed in a bit; ``writes``: it changed its inputs; ``spills``: packed rows that belong to
+    no sequence are not 0."""
 
     answers: dict[str, Answer] = field(default_factory=dict)
     refused: str = ""
     raised: str = ""
     changes: bool = False
     writes: bool = False
+    spills: bool = False
 
     @property
     def failed(self) -> bool:
-        return bool(self.raised or self.changes or self.writes or any(a.failed for a in self.answers.values()))
+        flagged = self.raised or self.changes or self.writes or self.spills
+        return bool(flagged or any(a.failed for a in self.answers.values()))
 
 
 class Bench:
@@ -203,21 +223,26 @@ class Bench:
 
     def observe(self, subject: Subject, *, properties: bool = True, wrong_ones: bool = True) -> Observation:
         """Run a subject once, twice where ``properties`` asks whether calls repeat and leave their inputs alone.
-        ``wrong_ones``: more about wrong results, of which known faults are not asked: their gradients, and whether
-        they come again."""
+        ``wrong_ones``: wrong results are asked for a second time, to see whether they come again; known faults'
+        are not."""
         inputs = self.probe.case.build(self.probe.poison)
         refused = subject.reasons(inputs)
         if refused:
             return Observation(refused="; ".join(refused))
         getattr(subject, "seen", []).clear()
         try:
-            first = None if wrong_ones else run(subject, inputs)
-            got = None
-            if self.probe.case.gradients and (first is None or not self._judge("out", first["out"]).failed):
-                got = self._gradients(subject, self.probe.case.build(self.probe.poison))
-            if first is None and (got is None or properties):
+            first, answers = None, None
+            if wrong_ones or not self.probe.case.gradients:
                 first = run(subject, inputs)
-            seen = Observation({name: self._judge(name, parts) for name, parts in (got or first or {}).items()})
+                answers = self._judged(first)
+            if self.probe.case.gradients and (answers is None or not answers["out"].failed):
+                fresh = properties or first is not None  # inputs that no call may have written into
+                asked = self.probe.case.build(self.probe.poison) if fresh else inputs
+                answers = self._with_gradients(subject, asked) or answers
+            if answers is None:
+                first = run(subject, inputs)
+                answers = self._judged(first)
+            seen = Observation(answers)
             if properties or (wrong_ones and "out" in seen.answers and seen.answers["out"].failed):
                 first = first or run(subject, inputs)
                 before = self.probe.case.build(self.probe.poison)
@@ -225,6 +250,9 @@ class Bench:
                 seen.writes = any(not same_bits(kept[name], tensor) for name, tensor in given(inputs).items())
                 again = run(subject, before)
                 seen.changes = any(not same_bits(a, b) for n in first for a, b in zip(first[n], again[n], strict=True))
+            if self.probe.case.spare:
+                out = subject(self.probe.case.build(self.probe.poison))[0]
+                seen.spills = bool((inputs.outside(out) != 0).any())
             seen.writes |= bool(getattr(subject, "seen", ()))  # a guarded subject works on copies, and tells
         except Declined as error:
             return Observation(refused=str(error))
@@ -232,8 +260,8 @@ class Bench:
             return Observation(raised=f"{type(error).__name__}: {error}")
         return seen
 
-    def _gradients(self, subject: Subject, inputs: Inputs) -> dict[str, list[Tensor]] | None:
-        """Values and gradients, None where the subject has none."""
+    def _with_gradients(self, subject: Subject, inputs: Inputs) -> dict[str, Answer] | None:
+        """Values and gradients, these only where the output is right; None where the subject has none."""
         if subject.reasons(inputs, differentiable=True):
             return None
         leaves = inputs.differentiable()
@@ -243,9 +271,14 @@ class Bench:
         through_lse = self.probe.case.lse_cotangent
         if through_lse and (lse is None or not lse.requires_grad):
             return None
+        found = self._judged(inputs.gather_results(out.detach(), None if lse is None else lse.detach()))
+        if found["out"].failed:
+            return found
         grads = inputs.backward(leaves, out, lse if through_lse else None)
-        found = inputs.gather_results(out.detach(), None if lse is None else lse.detach())
-        return found | inputs.gather_gradients(grads)
+        return found | self._judged(inputs.gather_gradients(grads))
+
+    def _judged(self, found: dict[str, list[Tensor]]) -> dict[str, Answer]:
+        return {name: self._judge(name, parts) for name, parts in found.items()}
 
     def lost(self, name: str, parts: Sequence[Tensor] = ()) -> Answer:
         """The answer of a kernel that gives none, or one of another shape."""

@@ -17,6 +17,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             DS,
             "The row index of delta, also past tile borders.",
         ),
+        "delta of some channels": Cause(
+            "dV right, dQ and dK wrong from a head dim on.",
+            DS,
+            "The sum runs over all channels of dO ∘ O, beyond one chunk or one thread's.",
+        ),
+        "dP of some channels": Cause(
+            "dV right, dQ and dK wrong where head_dim_v is large, or larger than head_dim.",
+            "dP = dO Vᵀ over all of head_dim_v",
+            "The extent of V and dO in the backward: head_dim_v, not head_dim, nor one chunk.",
+        ),
         "dS without probs": Cause("dV right, dQ and dK far too large.", DS, "The factor P."),
         "probs not normalised in backward": Cause(
             "All gradients too large by the softmax's denominator of each row.",
@@ -32,10 +42,25 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
         "dq scaled twice": Cause("dQ too small by the scale.", DQ, "Scale in dS and again in dQ."),
         "dk scaled twice": Cause("dK too small by the scale.", DK, "A scaled Q, and the scale again."),
+        "dS not scaled": Cause(
+            "dQ and dK too large by 1/scale, dV right.",
+            DS,
+            "The scale: in dS, or in both products.",
+        ),
+        "dS scaled twice": Cause(
+            "dQ and dK too small by the scale, dV right.",
+            DS,
+            "The scale: in dS or in the products, not in both.",
+        ),
         "last query tile missing in dk, dv": Cause(
             "dK and dV lack some queries, dQ right.",
             DK,
             "The loop over queries: first and last tile, the bound that causal gives.",
+        ),
+        "dk, dv begin at the key's number": Cause(
+            "Causal: dK and dV wrong where seq_q ≠ seq_kv, dQ right.",
+            DK,
+            "The first query that sees a key is j - (seq_kv - seq_q), not j.",
         ),
         "dq overwritten by each tile": Cause(
             "dQ wrong from two tiles of keys on: only the last one counts.",
@@ -73,10 +98,45 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "backward returns (dQ, dK, dV)",
             "The order in which they are returned.",
         ),
+        "gradients in another base": Cause(
+            "dQ, dK or both off by ln 2 or 1/ln 2, dV right.",
+            DQ,
+            "A scale with log2 e in it, meant for exp2, also multiplies dS.",
+        ),
+        "gradients in another place": Cause(
+            "The gradients' numbers are right, and lie in other rows or heads.",
+            "dQ[b, h, i] of Q[b, h, i]",
+            "Row and head offsets of the stores in the backward.",
+        ),
+        "a gradient is 0": Cause(
+            "One of dQ, dK, dV is 0.",
+            "backward returns (dQ, dK, dV)",
+            "Is it stored, and returned?",
+        ),
+        "a gradient of another size": Cause(
+            "One of dQ, dK, dV is a constant times the right one.",
+            DS,
+            "Factors of its product and of its store.",
+        ),
+        "sequences left out in backward": Cause(
+            "Gradients of later sequences are 0.",
+            "every sequence has gradients",
+            "The batch in the backward's grid and offsets.",
+        ),
+        "heads left out in backward": Cause(
+            "Gradients of some heads are 0.",
+            "every head has gradients",
+            "The heads in the backward's grid and offsets.",
+        ),
         "lse of the other base in backward": Cause(
             "Forward right, all gradients wrong.",
             PBACK,
             "exp2 wants S and LSE in base 2, exp both natural.",
+        ),
+        "lse of other rows in backward": Cause(
+            "Forward right, all gradients wrong.",
+            PBACK,
+            "The index by which the LSE is read: (batch, heads, rows).",
         ),
         "dk, dv of the last query tile": Cause(
             "dK and dV wrong from two tiles of queries on.", DK, "= for +=; accumulators initialised in the loop."
@@ -88,6 +148,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Forward right; gradients wrong with causal where seq_q ≠ seq_kv.",
             PBACK,
             "The mask's origin in the backward.",
+        ),
+        "mask off by one in backward": Cause(
+            "Forward right; gradients wrong with causal or a window.",
+            PBACK,
+            "≤ for <, the same in forward and backward.",
+        ),
+        "window missing in backward": Cause(
+            "Forward right; gradients wrong with a window.",
+            PBACK,
+            "Is the window handed to the backward?",
         ),
         "scale argument ignored in backward": Cause(
             "Forward right; gradients wrong with a scale of one's own.",
@@ -113,8 +183,18 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Is it returned?",
         ),
         "bias gradient scaled": Cause("dBias off by the scale.", "dBias = dS", "dS before the scale is multiplied in."),
+        "bias gradient in another place": Cause(
+            "dBias has the right numbers in other heads or rows.",
+            "dBias[b, h, i, j] = dS[b, h, i, j]",
+            "The strides of its store.",
+        ),
         "sink gradient missing": Cause(
             "dSink is 0, or has the wrong sign.", "dSink = -Σ exp(sink - LSE) · delta", "Is it returned, and its sign?"
+        ),
+        "sink gradient not summed": Cause(
+            "dSink is one row's.",
+            "dSink = -Σ exp(sink - LSE) · delta",
+            "The sum over rows; an atomic add that is a store.",
         ),
         "empty rows leak into gradients": Cause(
             "NaN in gradients if there are rows without keys.", PBACK, "exp(S - (-inf)): guard LSE = -inf."

@@ -12,6 +12,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "causal shows the next": Cause(
             "Causal: every row but the last sees one key of the future.", CAUSAL, "An offset of one in the mask."
         ),
+        "causal further by a number": Cause(
+            "Causal: each row sees some keys too many or too few, always as many.",
+            CAUSAL,
+            "What is added to the shift: appended keys, padding, a tile.",
+        ),
         "causal ignored": Cause(
             "Causal: as without a mask; right only in the last row.",
             CAUSAL,
@@ -51,6 +56,31 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "top-left: query i sees key j where j ≤ i",
             "The offset seq_kv - seq_q, which this alignment does not have.",
         ),
+        "causal shift of the wrong sign": Cause(
+            "Causal or window: right only where seq_q = seq_kv.",
+            CAUSAL,
+            "seq_kv - seq_q, not seq_q - seq_kv.",
+        ),
+        "packed rows in the mask": Cause(
+            "Causal or window: right unless heads are grouped.",
+            CAUSAL,
+            "Rows of a group packed into a tile: the query is row // group, or row % seq_q, and so in the shift.",
+        ),
+        "numbered within their tile": Cause(
+            "Masks and ALiBi: right in the first tile.",
+            "i and j count from the sequence's first query and key",
+            "tile · tile_kv + lane, for keys and rows, wherever a number is compared.",
+        ),
+        "masked in one tile only": Cause(
+            "Masks: right on one tile of keys; on more, hidden keys of the other tiles take part.",
+            MASK,
+            "Which tiles go through the loop that masks, and whether only the last one does.",
+        ),
+        "keys shown against the mask": Cause(
+            "Causal, windows, masks: one key takes part wherever it is hidden: the first, a row's own, the last.",
+            MASK,
+            "Exceptions: a first key that stays, a diagonal that is there so that no row is empty.",
+        ),
         "window one short": Cause("A window misses its outermost key.", WINDOW, "< for ≤ at the window's end."),
         "window one long": Cause("A window shows one key too many.", WINDOW, "Off by one at the window's end."),
         "window one long on the right": Cause(
@@ -67,6 +97,31 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "window without right end": Cause(
             "A window shows all of the future.", WINDOW, "The right bound where it is not causal."
         ),
+        "window ignored": Cause(
+            "A window: as without.",
+            WINDOW,
+            "Is it passed on, for every path?",
+        ),
+        "window of another size": Cause(
+            "A window is far too short or too long.",
+            WINDOW,
+            "Sizes beside self: no halves, no totals.",
+        ),
+        "window by tile": Cause(
+            "A window shows older keys, down to the start of their tile.",
+            WINDOW,
+            "The first tile of the loop needs a mask for the window's left end.",
+        ),
+        "one window for all queries": Cause(
+            "A window: right for one row, or for one of each tile.",
+            WINDOW,
+            "The left end is each row's own, not the block's.",
+        ),
+        "one of causal and window dropped": Cause(
+            "Causal and a window together: one of them is not there.",
+            "a key must be shown by both",
+            "Branches: if causal … elif window …",
+        ),
         "window's first tile skipped": Cause(
             "A window: the oldest keys of a block of rows are missing where the block's first one is inside a tile.",
             WINDOW,
@@ -76,6 +131,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "A mask or bias as a tensor: right on the first tile of keys, or with as many queries as keys.",
             "mask[b, h, i, j] at i · its own row stride + j",
             "Does its pointer go on with K's from tile to tile, by a row stride that is the tensor's own?",
+        ),
+        "mask or bias transposed": Cause(
+            "A mask or bias as a tensor: right where it is symmetric.",
+            "mask[b, h, i, j], i the query",
+            "The order of its last two strides.",
         ),
         "mask of head 0": Cause(
             "A mask with heads or sequences: those of another one.",
@@ -89,6 +149,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
         "boolean mask ignored": Cause(
             "A boolean mask: as without it.", MASK, "Is the mask's pointer read? Added as numbers (0 or 1) instead?"
+        ),
+        "boolean mask added as numbers": Cause(
+            "A boolean mask hides nothing; shown keys gain a factor of e.",
+            MASK,
+            "S + mask wants 0 and -inf, not 0 and 1.",
         ),
         "masked after softmax": Cause(
             "Masked rows are too small by a factor of their own; LSE counts hidden keys.",
@@ -109,6 +174,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Rows without keys give the mean of V instead of 0, and a finite LSE.",
             EMPTY,
             "A finite stand-in (-1e9, finfo.min) cancels in S - m: test whether the row saw a key.",
+        ),
+        "empty rows hold other rows": Cause(
+            "Rows without keys hold what was computed before.",
+            EMPTY,
+            "Accumulators that the first tile of keys clears: without one nobody does.",
         ),
         "empty rows give NaN": Cause(
             "NaN exactly in rows without keys.", EMPTY, "0/0 in the last division: guard l = 0."
@@ -133,6 +203,26 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Output right; the LSE holds the right numbers in other places.",
             "LSE (batch, heads, rows); packed (heads, rows)",
             "The strides of the store, and a reshape where a transposition belongs.",
+        ),
+        "lse of one tile": Cause(
+            "Output right; from two tiles or splits of keys on the LSE is too small.",
+            LSE,
+            "Is it stored by the last partial result, and from the sum of all?",
+        ),
+        "lse without its logarithm": Cause(
+            "Output right; the LSE is the sum, or the maximum plus the sum.",
+            LSE,
+            "log l.",
+        ),
+        "lse of the wrong sign": Cause(
+            "Output right; the LSE has the wrong sign.",
+            LSE,
+            "-m - log l, as some save it for backward.",
+        ),
+        "lse scaled": Cause(
+            "Output right; the LSE is off by the scale.",
+            LSE,
+            "m and log l are in the units of the scaled scores: no scale any more.",
         ),
         "lse is the maximum": Cause(
             "Output right, LSE too small by log of the sum.",
@@ -167,6 +257,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "sink outside the maximum": Cause(
             "Inf or NaN with a large sink.", SINK, "m starts from the sink, or takes it in."
         ),
+        "sink without the maximum": Cause(
+            "With sinks: right only where the row's maximum is 0.",
+            SINK,
+            "exp(sink - m), not exp(sink).",
+        ),
+        "sink has a value": Cause(
+            "With sinks: LSE right, the output leans towards one key's value.",
+            SINK,
+            "A column beside the scores has no row of V.",
+        ),
         "sink left out of the lse": Cause(
             "With sinks: output right, LSE too small.", SINK, "The LSE is of the l used."
         ),
@@ -178,6 +278,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
         "softcap by exponentials": Cause(
             "With a softcap: NaN for large scores.", CAP, "tanh from exp overflows: use tanh, or 1 - 2/(exp(2x) + 1)."
+        ),
+        "tanh approximated": Cause(
+            "With a softcap: small errors, or a hard limit.",
+            CAP,
+            "The tanh: to fp32.",
         ),
         "softcap before scale": Cause(
             "With a softcap: wrong everywhere.", CAP, "The cap's argument is the scaled score."
@@ -191,6 +296,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Softcap with a mask: hidden keys come back as scores of -cap.", CAP, "The order: cap first, then -inf."
         ),
         "alibi sign": Cause("ALiBi: far keys gain.", ALIBI, "The sign of the slope."),
+        "alibi ignored": Cause(
+            "ALiBi: as without.",
+            ALIBI,
+            "Are the slopes passed on, for every path?",
+        ),
         "alibi distance signed": Cause(
             "ALiBi: right where causal; else keys ahead gain.", ALIBI, "The absolute value of the distance."
         ),
@@ -218,5 +328,10 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
         "bias scaled": Cause("A bias: as with a smaller one.", BIAS, "The bias is added after the scale."),
         "bias ignored": Cause("A bias: as without.", BIAS, "Is its pointer read, for every broadcast?"),
+        "bias subtracted": Cause(
+            "A bias: with the wrong sign.",
+            BIAS,
+            "The sign.",
+        ),
     },
 }

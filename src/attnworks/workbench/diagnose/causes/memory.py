@@ -24,10 +24,50 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "O[b, h] from Q[b, h]",
             "The head that the output is stored at; permutations after packing groups.",
         ),
+        "rows of the output exchanged": Cause(
+            "Rows hold other rows' outputs; LSE right.",
+            "O[b, h, i] from Q[b, h, i]",
+            "The row number at the store; the order of the blocks.",
+        ),
+        "Q of another place": Cause(
+            "Each row is right for another query: of a neighbour, a head, a sequence, or the first tile.",
+            "S[b, h, i] from Q[b, h, i]",
+            "The row, head and batch offsets of Q's load.",
+        ),
+        "heads left out": Cause(
+            "Some heads are 0 or hold what was there.",
+            "every head is computed",
+            "The grid's extent; heads divided by a number that is not theirs.",
+        ),
+        "layouts confused": Cause(
+            "Wrong unless there is one head or one row: (heads, rows) is read as (rows, heads).",
+            "address = base + Σ index · stride",
+            "view or reshape where transpose belongs, of Q, K, V or the output.",
+        ),
+        "batch and heads mixed": Cause(
+            "A batch: right for one sequence or one head.",
+            "program = b · heads_q + h, taken apart as it was made",
+            "// and % of the program's number, and by which count of heads.",
+        ),
+        "K reshaped instead of transposed": Cause(
+            "Wrong everywhere.",
+            "S = Q Kᵀ",
+            "view(dim, rows) for a transposition; the tile's layout in shared memory.",
+        ),
+        "channels in another order": Cause(
+            "Wrong everywhere: Q meets other channels of K, or the output's are exchanged.",
+            "S = Σ over channels Q[c] K[c]",
+            "Swizzles, interleaved halves (rotary), the layout of a packed operand.",
+        ),
         "channels left out": Cause(
             "Wrong from a head dim on, or where it is no multiple of a chunk.",
             "S = scale · Σ over all channels of Q and K",
             "Loops over chunks of the head dim; how it is padded.",
+        ),
+        "channels of the next row": Cause(
+            "Wrong where head_dim is no multiple of a chunk.",
+            "S = scale · Σ over head_dim channels",
+            "The mask of the load beyond head_dim: what lies there is the next row or head.",
         ),
         "K and V exchanged": Cause(
             "Wrong everywhere; with K = V right.", "O = softmax(scale · Q Kᵀ) V", "The arguments' order."
@@ -45,6 +85,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "every sequence is computed",
             "The grid's extent; early exits.",
         ),
+        "rows end with the keys": Cause(
+            "More queries than keys: rows past the number of keys are 0.",
+            "every row is computed",
+            "seq_q for seq_kv in the grid or the store.",
+        ),
         "sequences exchanged": Cause(
             "A batch: each output is right, for another sequence.",
             "O[b] belongs to q[b]",
@@ -59,6 +104,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Packed sequences: right where queries and keys are equally long.",
             "keys by cu_seqlens_kv, queries by cu_seqlens_q",
             "Which offsets K and V are read by.",
+        ),
+        "query offsets from keys": Cause(
+            "Packed sequences: right where queries and keys are equally long.",
+            "queries by cu_seqlens_q, keys by cu_seqlens_kv",
+            "Which offsets Q is read by.",
         ),
         "rows past the end unwritten": Cause(
             "Packed sequences: rows past cu_seqlens[-1] hold whatever lay in memory.",
@@ -90,6 +140,21 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             PAGES,
             "The table's last entry is out of date.",
         ),
+        "pages of K and V differ": Cause(
+            "Pages: K and V come from different pages.",
+            PAGES,
+            "One page number for both, looked up for the same tile.",
+        ),
+        "pages of another size": Cause(
+            "Pages: right for one page size.",
+            PAGES,
+            "A page size that is written as a number, or another level's.",
+        ),
+        "full last page left out": Cause(
+            "Pages: wrong for a sequence that fills its last page.",
+            PAGES,
+            "seq_kv % page_size is 0 for a full page: the last page holds (seq_kv - 1) % page_size + 1 keys.",
+        ),
         "page stride from sizes": Cause(
             "Pages: right where pages lie close together.", PAGES, "The page stride is the tensor's own."
         ),
@@ -103,6 +168,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "cache[kv_lens[b] + n] = k_new[b, n] before reading",
             "Is the first new key put at kv_lens[b], in the page that the table names for that slot?",
         ),
+        "new keys of another sequence": Cause(
+            "Decode with new keys: right for one sequence.",
+            "cache[b, kv_lens[b] + n] = k_new[b, n]",
+            "The batch index of k_new and v_new.",
+        ),
+        "new keys in another order": Cause(
+            "Decode with several new keys: their order is turned round.",
+            "cache[b, kv_lens[b] + n] = k_new[b, n]",
+            "The slot of each.",
+        ),
         "k_scale dropped": Cause(
             "8-bit cache: weights wrong.",
             "K = k_scale · stored",
@@ -110,6 +185,26 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
         "v_scale dropped": Cause(
             "8-bit cache: off by a constant factor.", "V = v_scale · stored", "V's own scale, once, at the end."
+        ),
+        "scales of K and V exchanged": Cause(
+            "8-bit cache: off, unless both scales are alike.",
+            "K = k_scale · stored, V = v_scale · stored",
+            "The order of the arguments; copy and paste.",
+        ),
+        "cache scale twice": Cause(
+            "8-bit cache: a scale counts twice.",
+            "K = k_scale · stored, V = v_scale · stored",
+            "Folded into Q or the output, and applied at the load.",
+        ),
+        "cache scale divided by": Cause(
+            "8-bit cache: far off.",
+            "K = k_scale · stored, V = v_scale · stored",
+            "A scale for reading, not for writing: multiply.",
+        ),
+        "cache scale of another head": Cause(
+            "8-bit cache: right for one KV head.",
+            "K = k_scale[KV head] · stored",
+            "The index: the KV head's number, not the query head's.",
         ),
         "8-bit cache without its sign": Cause(
             "int8 cache: far off wherever a stored number is negative; fp8 right.",

@@ -26,6 +26,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "O' = α O + P V of the same keys",
             "The stage that P V reads: K's and V's buffers, their indices and barriers.",
         ),
+        "V of another key": Cause(
+            "Wrong everywhere, LSE right: each weight meets a neighbour's value.",
+            "O = Σ P[i, j] V[j]",
+            "V's first row, against K's; an offset of one, an order turned round.",
+        ),
+        "K of another tile": Cause(
+            "Right on one tile of keys; wrong on more, LSE too.",
+            "S[i, j] = scale · Q[i] K[j]",
+            "The stage that S reads: K's buffers, their indices and barriers.",
+        ),
         "rescaled upside down": Cause(
             "Wrong on more than one tile; Inf or NaN where the maximum rises far.",
             RESCALE,
@@ -40,6 +50,61 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Right on one tile of keys, or where the maximum stands in the first; smooth errors where it rises.",
             RESCALE,
             "α and P must come from the same exponential of scores in the same units: both base 2, both scaled.",
+        ),
+        "sum overwritten by each tile": Cause(
+            "Right on one tile of keys; on more every row is far too large, and the LSE too small.",
+            RESCALE,
+            "l = rowsum P for l = α l + rowsum P.",
+        ),
+        "a tile missing in the sum": Cause(
+            "Weights sum to more than 1: some keys count in the output and not in the sum; the LSE is too small.",
+            RESCALE,
+            "The loop that adds up the sum: first and last tile, tiles that are not whole, paths of their own.",
+        ),
+        "a tile missing in the accumulator": Cause(
+            "Weights sum to less than 1: some keys count in the sum and not in the output; LSE right.",
+            RESCALE,
+            "The P V of the first and the last tile, in the prologue and the epilogue of the pipeline.",
+        ),
+        "a tile counted twice": Cause(
+            "Wrong everywhere: some keys weigh twice as much; LSE too large.",
+            RESCALE,
+            "Prologue and loop, or loop and epilogue, that take the same tile.",
+        ),
+        "one added to the sum": Cause(
+            "Every row is too small by a factor of its own, as with a sink; LSE too large.",
+            "l = Σ exp(S - m), and nothing else",
+            "A 1, an exp(-m) or an epsilon that is added to the sum.",
+        ),
+        "sum of other rows": Cause(
+            "Every row is off by a factor of its own; on one row right.",
+            "O[i] = acc[i] / l[i]",
+            "The lanes, or the rows of the tile, that hold the sum that a row is divided by.",
+        ),
+        "sum of part of the keys": Cause(
+            "Weights sum to more than 1, in every row by another factor; LSE too small.",
+            RESCALE,
+            "The reduction of the row's sum over the lanes that share it.",
+        ),
+        "running maximum rounded": Cause(
+            "Right on one tile of keys; small errors on more that grow with the scores.",
+            RESCALE,
+            "The dtype in which the maximum is kept from tile to tile: α must be made of the same number as P was.",
+        ),
+        "correction rounded": Cause(
+            "Right on one tile of keys; errors of 16 bits on more, where the maximum rises.",
+            RESCALE,
+            "The dtype of α.",
+        ),
+        "maximum shared by rows": Cause(
+            "Right on ordinary scores; rows far below others come out as 0 or NaN.",
+            "m is each row's own",
+            "Reductions over a warp or a tile that take in other rows.",
+        ),
+        "exp approximated": Cause(
+            "Relative errors of a few per cent or mille everywhere.",
+            "P = exp(S - m) to fp32",
+            "A fast exponential, a polynomial of a low degree, a table.",
         ),
         "accumulator overwritten by each tile": Cause(
             "Right on one tile; on more the output is far too small: only the last tile's P V over the whole sum.",
@@ -136,6 +201,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             MERGE,
             "Partial outputs are normalised: they need the weights exp(LSE_n - LSE), not a plain sum.",
         ),
+        "splits merged by another weight": Cause(
+            "Right with one partial result; with more the output is off, the LSE right.",
+            MERGE,
+            "exp(LSE - max LSE), not exp of the maxima, in the base that the LSE is in.",
+        ),
+        "a split left out": Cause(
+            "Right with one partial result; with more, the keys of one do not count; LSE right or as wrong.",
+            MERGE,
+            "The merge's loop: its bound, and the number of partial results that were written.",
+        ),
         "NaN swallowed": Cause(
             "A NaN in q, k or v comes out as a number.",
             "a NaN among the visible inputs stays NaN",
@@ -204,6 +279,41 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Wrong everywhere, weights too flat: the output is near the mean of V.",
             SCALE,
             "Q scaled beforehand and S again; 1/head_dim for 1/sqrt(head_dim).",
+        ),
+        "scale without its root": Cause(
+            "Wrong everywhere, weights too flat, unless a scale is given.",
+            SCALE,
+            "1/head_dim for 1/sqrt(head_dim).",
+        ),
+        "scale upside down": Cause(
+            "Wrong everywhere, weights far too sharp, unless a scale is given.",
+            SCALE,
+            "· sqrt(head_dim) for / sqrt(head_dim).",
+        ),
+        "scale of a constant head_dim": Cause(
+            "Right for one head dim, wrong for all others, unless a scale is given.",
+            SCALE,
+            "1/8 or 1/sqrt(128) written as a number.",
+        ),
+        "scale on top of the default": Cause(
+            "Right without a scale argument; with one, weights are too flat.",
+            SCALE,
+            "The argument takes the default's place, it is not multiplied with it.",
+        ),
+        "scale of the output": Cause(
+            "The output is off by the scale.",
+            SCALE,
+            "The scale belongs to S, not to V or O.",
+        ),
+        "scale of another size": Cause(
+            "Wrong everywhere: S is a constant times the right one.",
+            SCALE,
+            "Every factor that S or Q is multiplied by, and what the default scale is made of.",
+        ),
+        "output of another size": Cause(
+            "The output is a constant times the right one.",
+            "O = softmax(S) V",
+            "Factors of V and of the epilogue.",
         ),
         "scale argument ignored": Cause(
             "Right with the default scale, wrong with any other.",

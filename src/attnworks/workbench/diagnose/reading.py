@@ -1,0 +1,149 @@
+"""What a kernel does, read from its answers: the numbers in faults that have one (``faults.NUMBERS``).
+
+With values that are a piece of the identity the output is the weights themselves (``patterns.weights``). Their
+logarithms, against the right scores, tell what S was multiplied by and how much of ALiBi or of a bias was added; the
+first and last key that get any weight tell how far a mask is off. Constant factors of outputs, LSEs and gradients show
+in themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnworks.masks import Causal, Window
+from attnworks.scores import ALiBi, Bias, Softcap
+from attnworks.workbench.cases import Case
+from attnworks.workbench.diagnose.patterns import weights
+from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Truth
+from attnworks.workbench.diagnose.variants import Variant
+from attnworks.workbench.subjects import Declined, Subject
+
+MOST_READ = 4  # probes
+FITS = 1e-3  # what may be left of a fit, of logarithms or relative
+VISIBLE = 1e-6  # a smaller weight may be rounding
+USUAL = 0.9  # of the rows, for a shift to be one of all
+_GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}
+
+
+def numbers(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]) -> list[Variant]:
+    """Faults with the numbers that a subject's answers show."""
+    found: dict[Variant, None] = {}
+    read = 0
+    for bench, s in zip(benches, seen, strict=True):
+        if not s.answers:
+            continue
+        found |= dict.fromkeys(_factors(bench, s))
+        case = bench.probe.case
+        plain = case.form == "dense" and case.dtype == torch.float32 and case.generator == "normal"
+        if plain and s.answers["out"].failed and read < MOST_READ:
+            read += 1
+            found |= dict.fromkeys(_of_weights(subject, replace(case, gradients=False)))
+    return list(found)
+
+
+def _factors(bench: Bench, seen: Observation) -> Iterator[Variant]:
+    """Constant factors of whole tensors."""
+    for name, answer in seen.answers.items():
+        if not answer.failed or (name in _GRADIENTS and seen.answers["out"].failed):
+            continue
+        factor = _factor(bench.truths[name], answer)
+        if factor is None:
+            continue
+        if name == "out":
+            yield Variant("output of another size", value=factor)
+        elif name == "lse":
+            yield Variant("lse scaled", way=2, value=factor)
+        elif name in _GRADIENTS:
+            yield Variant("a gradient of another size", way=_GRADIENTS[name], value=factor)
+
+
+def _factor(truth: Truth, answer: Answer) -> float | None:
+    want = truth.want[truth.sample]
+    finite = answer.got.isfinite() & want.isfinite()
+    got, want = answer.got[finite].double(), want[finite].double()
+    factor = float((got * want).sum() / (want * want).sum().clamp_min(1e-300))
+    left = float((got - factor * want).norm() / (factor * want).norm().clamp_min(1e-300)) if factor else 1.0
+    return round(factor, 5) if left < FITS and len(want) > 3 else None
+
+
+def _of_weights(subject: Subject, case: Case) -> Iterator[Variant]:
+    try:
+        got, want = weights(subject, case)
+    except Declined:
+        return
+    if bool(got.isnan().any()):
+        return
+    yield from _shifts(case, got > VISIBLE, want > VISIBLE)
+    yield from _coefficients(case, got, want)
+
+
+def _shifts(case: Case, got: Tensor, want: Tensor) -> Iterator[Variant]:
+    """By how many keys causal or a window is off, where it is off by as many in all rows."""
+    if len(case.mask) != 1 or not isinstance(case.mask[0], Causal | Window):
+        return
+    last = _usual(_last(got), _last(want), case.seq_kv)
+    if isinstance(case.mask[0], Causal):
+        if last:
+            yield Variant("causal further by a number", value=float(last))
+        return
+    first = _usual(_last(got.flip(-1)), _last(want.flip(-1)), case.seq_kv)
+    if first:
+        yield Variant("window of another size", way=3, value=float(first))
+    if last:
+        yield Variant("window of another size", way=4, value=float(last))
+
+
+def _last(shown: Tensor) -> Tensor:
+    """The last key of each row, -1 in a row without."""
+    keys = torch.arange(shown.shape[-1])
+    return torch.where(shown, keys, -1).amax(-1).flatten()
+
+
+def _usual(got: Tensor, want: Tensor, seq_kv: int) -> int:
+    """The difference that nearly all rows have whose keys do not end at either side; 0 where there is none."""
+    inside = (got >= 0) & (want >= 0) & (got < seq_kv - 1) & (want < seq_kv - 1)
+    if int(inside.sum()) < 4:
+        return 0
+    values, counts = torch.unique((got - want)[inside], return_counts=True)
+    return int(values[counts.argmax()]) if float(counts.max()) >= USUAL * float(inside.sum()) else 0
+
+
+def _coefficients(case: Case, got: Tensor, want: Tensor) -> Iterator[Variant]:
+    """What scaled products, ALiBi and bias are multiplied by in the logarithms of the weights."""
+    if any(isinstance(rule, Softcap) for rule in case.scores):
+        return
+    inputs = case.build()
+    part = inputs.values[0]
+    keys = part.k.double().repeat_interleave(case.heads_q // case.heads_kv, 0)
+    terms = {"scale of another size": case.softmax_scale * part.q.double() @ keys.mT}
+    behind = (torch.arange(case.seq_q)[:, None] + case.seq_kv - case.seq_q - torch.arange(case.seq_kv)).abs()
+    for score in inputs.scores:
+        if isinstance(score, ALiBi):
+            slopes = score.slopes.view(-1, case.heads_q)[0].double()
+            terms["alibi scaled"] = -slopes.view(-1, 1, 1) * behind
+        elif isinstance(score, Bias):
+            whole = score.tensor[(None,) * (4 - score.tensor.dim())][0].double()
+            terms["bias scaled"] = whole.expand(case.heads_q, case.seq_q, case.seq_kv)
+    both = (got > VISIBLE) & (want > VISIBLE)
+    columns = [_centred(term, both) for term in terms.values()]
+    right = _centred(got.clamp_min(1e-300).log(), both)
+    if len(right) < 16:
+        return
+    table = torch.stack(columns, 1)
+    found = torch.linalg.lstsq(table, right[:, None]).solution[:, 0]
+    if float((table @ found - right).abs().max()) > 10 * FITS:
+        return
+    for (fault, _), value in zip(terms.items(), found.tolist(), strict=True):
+        if abs(value - 1) > FITS:
+            yield Variant(fault, way=0 if fault == "scale of another size" else 5, value=round(value, 4))
+
+
+def _centred(x: Tensor, both: Tensor) -> Tensor:
+    """The elements of ``both``, less their row's mean: what is added to all of a row's scores does not show."""
+    x = torch.where(both, x, 0.0)
+    mean = x.sum(-1, keepdim=True) / both.sum(-1, keepdim=True).clamp_min(1)
+    return (x - mean)[both]
