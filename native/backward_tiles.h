@@ -85,7 +85,7 @@ static void pack_turned(const T* x, int64_t stride, int64_t rows, int64_t dim, f
       for (int i = 0; i < W; i++) {
         const auto load_row = [&](int64_t r) { return r < rows ? load_floats(x + r * stride, column, dim) : zero(); };
         Vec pieces[N];
-        split_pairs<N, false>(load_row(row + i), load_row(row + i + W), pieces);
+        split_pairs<N>(load_row(row + i), load_row(row + i + W), pieces);
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) turned[n][i] = pieces[n];
       }
@@ -116,11 +116,11 @@ static void pack_gradients(const TiledBackwardLayout& l, int64_t block, Keys key
       Vec first[2][N], second[2][N], pairs[N];  // of row r and row r + 16; by halves of the panel
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
-        split_pairs<N, true>(load(probs + key + half * W), load(probs + W * GRADS_ROW + key + half * W), pairs);
+        split_pairs<N>(load(probs + key + half * W), load(probs + W * GRADS_ROW + key + half * W), pairs);
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) store(scratch + l.probs + n * l.probs_piece + at + half * W, pairs[n]);
-        split_rounded<N, true>(load(d_scores + key + half * W), first[half]);
-        split_rounded<N, true>(load(d_scores + W * GRADS_ROW + key + half * W), second[half]);
+        split_rounded<N>(load(d_scores + key + half * W), first[half]);
+        split_rounded<N>(load(d_scores + W * GRADS_ROW + key + half * W), second[half]);
       }
 #pragma GCC unroll 4
       for (int n = 0; n < N; n++) {

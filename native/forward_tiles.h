@@ -31,7 +31,7 @@ ATTNWORKS_INLINE void row_pieces(const float* scores, int64_t begin, int64_t end
     sum0 = add(sum0, prob0);
     sum1 = add(sum1, prob1);
     Vec pairs[PIECES<T>];
-    split_pairs<PIECES<T>, true>(prob0, prob1, pairs);
+    split_pairs<PIECES<T>>(prob0, prob1, pairs);
 #pragma GCC unroll 4
     for (int n = 0; n < PIECES<T>; n++) store(probs + n * piece + at / 2, pairs[n]);
   }

@@ -52,7 +52,7 @@ ATTNWORKS_INLINE void load_pieces(const T* row, int64_t at, int64_t dim, float f
   } else {
     Vec first = load_floats(row, 2 * at, dim), second = load_floats(row, 2 * at + W, dim);
     if (scales_q<T>) first = mul(first, set1(factor)), second = mul(second, set1(factor));
-    split_pairs<PIECES<T>, false>(first, second, pieces);
+    split_pairs<PIECES<T>>(first, second, pieces);
   }
 }
 
@@ -152,7 +152,7 @@ static void pack_v(const T* v, int64_t stride, int64_t keys, int64_t dim, float*
       for (int64_t column = 0; column < round_up(dim, PANEL); column += W) {
         const auto load_row = [&](int64_t at) { return at < keys && !(left_out && left_out[at]) ? load_floats(v + at * stride, column, dim) : zero(); };
         Vec x[PIECES<T>];
-        split_pairs<PIECES<T>, false>(load_row(key), load_row(key + W), x);
+        split_pairs<PIECES<T>>(load_row(key), load_row(key + W), x);
         float* to = packed + column / PANEL * panel_stride + (key / PANEL * W + key % PANEL) * PANEL + column % PANEL;
 #pragma GCC unroll 4
         for (int n = 0; n < PIECES<T>; n++) store(to + n * piece, x[n]);

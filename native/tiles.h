@@ -40,7 +40,7 @@ struct Pieces {
 
 #ifndef ATTNWORKS_AMX
 constexpr bool HAS_TILES = false;
-template <int N, bool FINITE>
+template <int N>
 void split_pairs(Vec x, Vec y, Vec (&pairs)[N]);  // declared only, never called
 bool any_outlier(Vec x);
 #else
@@ -76,12 +76,11 @@ ATTNWORKS_INLINE Vec pair_halves(Vec x, Vec y) {
 
 // One piece after another is taken off x, the first towards zero, since rounding may make a large number infinite, the others to nearest, so
 // that the products that are left out have either sign. What is left behind is exact.
-template <int N, bool FINITE>
+template <int N>
 ATTNWORKS_INLINE void split(Vec x, Vec (&pieces)[N]) {
   pieces[0] = toward_zero(x);
   if constexpr (N > 1) {
-    // infinity minus itself would be NaN, where the product of infinity is not
-    Vec rest = FINITE ? sub(x, pieces[0]) : _mm512_maskz_sub_ps(_mm512_cmp_ps_mask(sub(x, x), zero(), _CMP_EQ_OQ), x, pieces[0]);
+    Vec rest = sub(x, pieces[0]);
 #pragma GCC unroll 4
     for (int n = 1; n < N; n++) {
       pieces[n] = n + 1 < N ? to_nearest(rest) : rest;
@@ -90,19 +89,19 @@ ATTNWORKS_INLINE void split(Vec x, Vec (&pieces)[N]) {
   }
 }
 // The same, a single piece rounded.
-template <int N, bool FINITE>
+template <int N>
 ATTNWORKS_INLINE void split_rounded(Vec x, Vec (&pieces)[N]) {
   if constexpr (N == 1)
     pieces[0] = to_nearest(x);
   else
-    split<N, FINITE>(x, pieces);
+    split<N>(x, pieces);
 }
 // The pieces of two vectors, as pairs (x[i], y[i]).
-template <int N, bool FINITE>
+template <int N>
 ATTNWORKS_INLINE void split_pairs(Vec x, Vec y, Vec (&pairs)[N]) {
   Vec a[N], b[N];
-  split_rounded<N, FINITE>(x, a);
-  split_rounded<N, FINITE>(y, b);
+  split_rounded<N>(x, a);
+  split_rounded<N>(y, b);
 #pragma GCC unroll 4
   for (int n = 0; n < N; n++) pairs[n] = pair_halves(a[n], b[n]);
 }

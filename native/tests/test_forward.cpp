@@ -197,6 +197,14 @@ void tiny_numbers(const Kernels& kernels) {
   }
 }
 
+// The largest numbers: rounded to bf16 they would be infinite.
+void large_values(const Kernels& kernels) {
+  Case x(kernels.isa, {1, 1, 1, 5, 1, 8, 8}, DType::float32, ALL, 192, 64);
+  x.v.fill_row(0, 0, 0, 3.4e38f);
+  x.run(kernels);
+  x.check();
+}
+
 void not_finite(const Kernels& kernels) {
   for (DType dtype : DTYPES) {
     Case x(kernels.isa, {1, 1, 1, 20, 150, 16, 16}, dtype, ALL, 192, 64);
@@ -267,6 +275,7 @@ int main(int argc, char** argv) {
     varlen(*kernels);
     extreme_scores(*kernels);
     tiny_numbers(*kernels);
+    large_values(*kernels);
     not_finite(*kernels);
     concurrent_calls(*kernels);
     printf("%s: %d checks\n", kernels->isa, checks - before);
