@@ -39,6 +39,7 @@ BACKWARD_TILES = 96, 256
 # at 1024).
 SPLIT_KV_MAX_ROWS = 16
 SPLIT_KV_MIN_KEYS = 256
+TILED_MIN_ROWS = 4  # of bf16 that share a KV head: AMX instead of AVX-512 in decode
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -113,12 +114,10 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
 def _worth_tiles(problem: Problem) -> bool:
     """Whether so many rows share a KV head that arithmetic bounds their decode, which tiles of bf16 do faster.
 
-    Measured interleaved on cold caches (Xeon with AMX, 4k to 16k keys, 1 thread): with 4 rows 1.1 to 1.2 times as fast
-    as AVX-512, with 8 up to 1.4, with 16 up to 1.6. Over pages of 16 keys 4 and 8 rows gain nothing (0.9 to 1.1), 16 do
-    (1.2).
+    Measured interleaved on cold caches (Xeon with AMX, 4k to 16k keys, 1 thread): with 4 rows 1.1 to 1.3 times as fast as
+    AVX-512 (where the heads of a page lie apart, as fast), with 8 and 16 more so; with 2 no faster.
     """
-    fewest = 16 if problem.page_size else 4
-    return problem.dtype == torch.bfloat16 and problem.seq_q * problem.group >= fewest
+    return problem.dtype == torch.bfloat16 and problem.seq_q * problem.group >= TILED_MIN_ROWS
 
 
 def _tiles(problem: Problem, isa: str) -> tuple[int, int]:
