@@ -114,8 +114,8 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
 def _worth_tiles(problem: Problem) -> bool:
     """Whether so many rows share a KV head that arithmetic bounds their decode, which tiles of bf16 do faster.
 
-    Measured interleaved on cold caches (Xeon with AMX, 4k to 16k keys, 1 thread): with 4 rows 1.1 to 1.3 times as fast as
-    AVX-512 (where the heads of a page lie apart, as fast), with 8 and 16 more so; with 2 no faster.
+    Measured interleaved on cold caches (Xeon with AMX, 4k to 16k keys, 1 thread): with 4 rows 1.1 to 1.3 times as fast
+    as AVX-512 (where the heads of a page lie apart, as fast), with 8 and 16 more so; with 2 no faster.
     """
     return problem.dtype == torch.bfloat16 and problem.seq_q * problem.group >= TILED_MIN_ROWS
 
