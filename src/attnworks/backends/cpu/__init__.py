@@ -114,8 +114,9 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
 def _worth_tiles(problem: Problem) -> bool:
     """Whether so many rows share a KV head that arithmetic bounds their decode, which tiles of bf16 do faster.
 
-    Measured interleaved on cold caches (Xeon with AMX, 4k to 16k keys, 1 thread): with 4 rows 1.1 to 1.3 times as fast
-    as AVX-512 (where the heads of a page lie apart, as fast), with 8 and 16 more so; with 2 no faster.
+    Measured interleaved on cold caches against AVX-512 (Xeon with AMX, head_dim 128, 1 thread, minima): 4 rows at 16k
+    keys 1.04 to 1.28 times as fast (0.93 to 1.02 where the heads of a page lie apart), at 4k within the noise of 0.8 to
+    1.3; 8 rows 1.0 to 1.6; 16 rows 1.3 to 1.7. Warm it is 0.9 to 1.1 with 4 rows, twice as fast with 16.
     """
     return problem.dtype == torch.bfloat16 and problem.seq_q * problem.group >= TILED_MIN_ROWS
 
