@@ -4,7 +4,7 @@
 // over blocks of keys. Scores are kept in units of log2 (in their own if modifiers change them), scaled before the maximum is taken: so the
 // largest one's exponent is exactly 0.
 #pragma once
-#include "decode_products.h"
+#include "decode_tiles.h"
 #include "modifiers.h"
 
 namespace attnworks::ATTNWORKS_ISA {
@@ -35,22 +35,27 @@ static void find_rows(const DecodeTask& task, const T* cache, const Strides& str
   }
   for (; j < BLOCK_KEYS; j++) rows[j] = rows[count - 1];
 }
+// Rows that share a KV head.
+static int64_t decode_rows(const DecodeProblem& p) { return p.seq_q * (p.heads_q / p.heads_kv); }
+
 // What a tile of rows of each of a task's KV heads keeps on chip; the keys that a row sees are the same for all heads.
 template <typename T>
 struct Tile {
   int64_t q_stride, acc_stride, head_stride;   // from row to row, from head to head
   float *q, *acc, *running_max, *running_sum;  // of the first head
-  float* scores;                               // [heads][BLOCK_ROWS][BLOCK_KEYS]
+  float* scores;                               // [heads][SCORE_ROWS][BLOCK_KEYS]
   T* zero_row;                                 // for the odd last row of V where rows enter in pairs
   int64_t *begin, *end;                        // the keys that a row sees
+  bool tiled;                                  // the products are those of decode_tiles.h, and q and acc lie as they want them
   int rows;                                    // in use
   int64_t query[TILE_ROWS], head[TILE_ROWS];   // of a row: its query, and which of its group's query heads it is
 
   Tile(const DecodeProblem& p, int64_t heads, float* scratch) {
     q_stride = round_up(p.head_dim, STEP) / STEP * VECS<T> * W;
     acc_stride = round_up(p.head_dim_v, STEP);
+    tiled = TILED<T> && decode_rows(p) >= FEWEST_TILED_ROWS;
     scores = scratch;
-    acc = scores + heads * BLOCK_ROWS * BLOCK_KEYS;
+    acc = scores + heads * SCORE_ROWS * BLOCK_KEYS;
     q = acc + TILE_ROWS * acc_stride;
     running_max = q + TILE_ROWS * q_stride;
     running_sum = running_max + TILE_ROWS;
@@ -94,7 +99,7 @@ static void find_block(const DecodeProblem& p, const DecodeTask& task, const Til
 
 static size_t decode_scratch(const DecodeProblem& p, int64_t heads) {
   const int64_t head_dim = round_up(p.head_dim, STEP), head_dim_v = round_up(p.head_dim_v, STEP);
-  const int64_t of_head = BLOCK_ROWS * BLOCK_KEYS + TILE_ROWS * (head_dim + head_dim_v + 2) + head_dim_v;
+  const int64_t of_head = SCORE_ROWS * BLOCK_KEYS + TILE_ROWS * (head_dim + head_dim_v + 2) + head_dim_v;
   return heads * of_head * sizeof(float) + 2 * TILE_ROWS * sizeof(int64_t);
 }
 
@@ -102,7 +107,7 @@ static size_t decode_scratch(const DecodeProblem& p, int64_t heads) {
 template <typename T>
 static void start_tile(const DecodeProblem& p, const DecodeTask& task, int64_t first_row, int rows, Tile<T>& tile) {
   const int64_t group = p.heads_q / p.heads_kv, shift = p.bounds.shift(p.seq_q, task.kv_len);
-  const int64_t padded = round_up(rows, BLOCK_ROWS);  // rows that only fill up a block are 0 and see nothing
+  const int64_t padded = round_up(rows, SCORE_ROWS);  // rows that only fill up a block are 0 and see nothing
   tile.rows = rows;
   for (int r = 0; r < padded; r++) {
     const int64_t query = (first_row + r) / group;
@@ -128,17 +133,20 @@ static void start_tile(const DecodeProblem& p, const DecodeTask& task, int64_t f
         for (int v = 0; v < VECS<T>; v++) store(to + v * W, x[v]);
       }
     }
+    if constexpr (TILED<T>)
+      if (tile.tiled) turn_queries(tile.q + state, tile.q_stride, (int)padded);
   }
 }
 
-// The softmax of R rows of one head: probs take the place of the scores, what was accumulated before is rescaled.
-template <typename T, int R>
-static void softmax_rows(const DecodeProblem& p, const DecodeTask& task, const Tile<T>& tile, int64_t head, int row, const Block<T>& block) {
+// The softmax of some rows of one head: probs take the place of the scores, what was accumulated before is rescaled.
+template <typename T>
+static void softmax_rows(const DecodeProblem& p, const DecodeTask& task, const Tile<T>& tile, int64_t head, int row, int rows,
+                         const Block<T>& block) {
   const int64_t state = head * tile.head_stride + row;
-  for (int r = 0; r < R; r++) {
+  for (int r = 0; r < rows; r++) {
     const int64_t begin = clamp(tile.begin[row + r] - block.first, 0, block.count);
     const int64_t end = clamp(tile.end[row + r] - block.first, begin, block.count);
-    float* scores = tile.scores + (head * BLOCK_ROWS + r) * BLOCK_KEYS;
+    float* scores = tile.scores + (head * SCORE_ROWS + r) * BLOCK_KEYS;
     if (task.modifiers && begin < end) {
       const HeadModifiers& modifiers = task.modifiers[head * (p.heads_q / p.heads_kv) + tile.head[row + r]];
       const int64_t query = tile.query[row + r];
@@ -161,16 +169,19 @@ static Ahead fetch_rows(const DecodeProblem& p, const T* const* rows, int first,
   return joined ? Ahead(rows + first, 1, count * columns) : Ahead(rows + first, count, columns);
 }
 
-// What one block of keys means for R rows of each head from `row` on. Keys and values are gone over in the order of memory where the
-// heads of a key lie side by side. While one chunk of K or V is computed with, the next is fetched; after the last one, the first of `then`.
+// What one block of keys means for `rows` rows of each head from `row` on; for R of them if R is not 0, else in tiles. Keys and values are
+// gone over in the order of memory where the heads of a key lie side by side. While one chunk of K or V is computed with, the next is fetched;
+// after the last one, the first of `then`.
 template <typename T, int R>
-static void attend(const DecodeProblem& p, const DecodeTask& task, const Tile<T>& tile, int row, const Block<T>& block, const Block<T>& then) {
+static void attend(const DecodeProblem& p, const DecodeTask& task, const Tile<T>& tile, int row, int rows, const Block<T>& block,
+                   const Block<T>& then) {
   const int64_t heads = task.heads;
   const int64_t key_bytes = p.head_dim * (int64_t)sizeof(T), value_bytes = p.head_dim_v * (int64_t)sizeof(T);
   // Values of one head at once, then those of the next: few, so that V is read nearly in order of memory although not all columns fit the
   // registers: fewest where a key's heads take turns, for what is fetched is that many keys of all of them and must stay in L1 beside their q
-  // and acc until it is computed with. A chunk is no less.
-  const int few = R == 1 || heads > 1 ? 8 : (int)clamp(DECODE_CHUNK_BYTES / value_bytes / 8 * 8, 8, BLOCK_KEYS);
+  // and acc until it is computed with. A chunk is no less. (A product of tiles has so many keys whatever they are.)
+  const int fewest = R == 1 || heads > 1 ? 8 : (int)clamp(DECODE_CHUNK_BYTES / value_bytes / 8 * 8, 8, BLOCK_KEYS);
+  const int few = R ? fewest : TILED_KEYS;
   const int chunk = (int)round_up(clamp(DECODE_CHUNK_BYTES / (heads * larger(key_bytes, value_bytes)), 1, BLOCK_KEYS), few);
   const auto keys_of = [&](const Block<T>& b, int j) {
     return fetch_rows<T>(p, b.keys, j, b.count, chunk, p.k.row, heads * p.head_dim);
@@ -180,7 +191,9 @@ static void attend(const DecodeProblem& p, const DecodeTask& task, const Tile<T>
   for (int j = 0; j < block.count; j += chunk) {
     const int end = (int)smaller(j + chunk, block.count);
     const Ahead ahead = end < block.count ? keys_of(block, end) : values_of(0);
-    if constexpr (R == 1)
+    if constexpr (R == 0)
+      score_in_tiles(q, rows, block.keys + j, p.k, end - j, p.head_dim, tile.scores + j, ahead);
+    else if constexpr (R == 1)
       score_row(q, block.keys + j, p.k.head, end - j, p.head_dim, tile.scores + j, ahead);
     else
       score_block<T, R>(q, block.keys + j, p.k.head, end - j, p.head_dim, tile.scores + j, ahead);
@@ -190,12 +203,22 @@ static void attend(const DecodeProblem& p, const DecodeTask& task, const Tile<T>
     Ahead ahead = end < block.count ? values_of(end) : keys_of(then, 0);
     for (int j = first; j < end; j += few)
       for (int64_t head = 0; head < heads; head++) {
-        if (j == 0) softmax_rows<T, R>(p, task, tile, head, row, block);
-        const float* probs = tile.scores + head * BLOCK_ROWS * BLOCK_KEYS + (PAIRS<T> ? j / 2 : j);
+        if (j == 0) softmax_rows<T>(p, task, tile, head, row, R ? R : rows, block);
+        const float* probs = tile.scores + head * SCORE_ROWS * BLOCK_KEYS + (PAIRS<T> ? j / 2 : j);
         float* acc = tile.acc + head * tile.head_stride + row * tile.acc_stride;
-        weigh_block<T, R>(probs, block.values + j, (int)smaller(few, end - j), head * p.v.head, 0, p.head_dim_v, acc, tile.acc_stride, ahead);
+        const int count = (int)smaller(few, end - j);
+        if constexpr (R == 0)
+          weigh_in_tiles(probs, block.values + j, count, head * p.v.head, p.head_dim_v, acc, tile.acc_stride, ahead);
+        else
+          weigh_block<T, R>(probs, block.values + j, count, head * p.v.head, 0, p.head_dim_v, acc, tile.acc_stride, ahead);
       }
   }
+}
+template <typename T>
+static auto attend_for(int rows, bool tiled) {
+  if constexpr (TILED<T>)
+    if (tiled) return attend<T, 0>;
+  return rows == 8 ? attend<T, BLOCK_ROWS> : rows == 4 ? attend<T, 4> : rows == 2 ? attend<T, 2> : attend<T, 1>;
 }
 
 // A tile of rows of each head against all keys of the split that any of them sees.
@@ -209,11 +232,11 @@ static void run_tile(const DecodeProblem& p, const DecodeTask& task, int rows, c
     const Block<T>& then = next->count > 0 ? *next : *block;  // after the last block there is nothing to fetch
     for (int row = 0, size; row < rows; row += size) {
       const int left = rows - row;
-      size = left > 4 ? BLOCK_ROWS : left > 2 ? 4 : left;
+      size = tile.tiled ? (int)smaller(left, TILE) : left > 4 ? BLOCK_ROWS : left > 2 ? 4 : left;
       const int64_t row_end = tile.end[smaller(row + size, rows) - 1];
       if (tile.begin[row] >= block->first + block->count || row_end <= block->first) continue;
-      const auto kernel = size == 8 ? attend<T, BLOCK_ROWS> : size == 4 ? attend<T, 4> : size == 2 ? attend<T, 2> : attend<T, 1>;
-      kernel(p, task, tile, row, *block, row + size < rows ? *block : then);
+      const auto kernel = attend_for<T>(size, tile.tiled);
+      kernel(p, task, tile, row, size, *block, row + size < rows ? *block : then);
     }
     Block<T>* done = block;
     block = next;
@@ -222,7 +245,6 @@ static void run_tile(const DecodeProblem& p, const DecodeTask& task, int rows, c
 }
 
 // Layout of a partial result: acc (rows, head_dim_v), running_max (rows), running_sum (rows). acc of a row whose sum is 0 is not written.
-static int64_t decode_rows(const DecodeProblem& p) { return p.seq_q * (p.heads_q / p.heads_kv); }
 static size_t decode_partial(const DecodeProblem& p) { return (size_t)(decode_rows(p) * (p.head_dim_v + 2)); }
 
 // Writes the tile's result as rows [first, first + count) of one head's partial result.
@@ -235,6 +257,8 @@ static void store_partial(const DecodeProblem& p, const Tile<T>& tile, int64_t h
     running_sum[first + r] = tile.running_sum[state + r];
     if (running_sum[first + r] == 0.f) continue;
     float *from = tile.acc + state + r * tile.acc_stride, *to = partial + (first + r) * p.head_dim_v;
+    if constexpr (TILED<T>)
+      if (tile.tiled) sort_columns(from, tile.acc_stride);
     for (int64_t c = 0; EVEN_ODD<T> && c < p.head_dim_v; c += STEP) {
       Vec a = load(from + c), b = load(from + c + W);
       interleave(a, b);
@@ -248,6 +272,7 @@ template <typename T>
 static void split_as(const DecodeProblem& p, const DecodeTask& task, float* partials, int64_t stride, float* scratch) {
   const int64_t rows = decode_rows(p);
   Tile<T> tile(p, task.heads, scratch);
+  [[maybe_unused]] const TileState<TILED<T>> tile_state((int)smaller(rows, TILE));
   for (int64_t first = 0; first < rows; first += TILE_ROWS) {
     const int count = (int)smaller(TILE_ROWS, rows - first);
     start_tile(p, task, first, count, tile);

@@ -7,10 +7,12 @@
 
 #include "exp2.h"
 #include "integers.h"
+#include "tiles.h"
 
 namespace attnworks::ATTNWORKS_ISA {
 
 constexpr int BLOCK_ROWS = W >= 16 ? 8 : 4;  // most rows that share the registers of a product
+constexpr int SCORE_ROWS = HAS_TILES ? TILE : BLOCK_ROWS;  // of a head, from one head's scores to the next
 constexpr int SUMS = W >= 16 ? W : 8;        // accumulating registers of a product: enough to hide the latency of an FMA
 constexpr int BLOCK_KEYS = 64;               // most keys between two updates of running_max
 constexpr int STEP = 2 * W;                  // elements of a row that are loaded at once
@@ -63,6 +65,9 @@ ATTNWORKS_INLINE Vec multiply_add(Vec a, Vec b, Vec sum) {
 // Rows to fetch, a cache line at a time and in order, spread evenly over the arithmetic on the rows before them: in bursts they would keep
 // loads waiting. The hardware's prefetchers stop at every page and see too many streams. After the last row it begins again, which costs
 // less than to ask each time.
+struct IntoL1 {
+  ATTNWORKS_INLINE void fetch(const void* p) { prefetch(p); }
+};
 class Ahead {
   const char *at = nullptr, *stop = nullptr;
   const void *const *row = nullptr, *const *first = nullptr, *const *end = nullptr;
@@ -80,11 +85,11 @@ class Ahead {
       : row((const void* const*)rows), first(row), end(row + count), bytes(columns * (int64_t)sizeof(T)) {
     next_row();
   }
-  template <int LINES>
+  template <int LINES, typename Where = IntoL1>
   __attribute__((always_inline)) void step() {
 #pragma GCC unroll 8
     for (int i = 0; i < LINES; i++) {
-      prefetch(at);
+      Where::fetch(at);
       at += 64;
       if (__builtin_expect(at >= stop, 0)) next_row();
     }
@@ -100,7 +105,7 @@ struct Queries {
   float factor;
 };
 
-// scores[head][r][j] = factor * q[head][r] . keys[j][head] for R rows, in rows of BLOCK_KEYS and BLOCK_ROWS rows a head; the heads of a key are
+// scores[head][r][j] = factor * q[head][r] . keys[j][head] for R rows, in rows of BLOCK_KEYS and SCORE_ROWS rows a head; the heads of a key are
 // key_stride elements apart. Writes up to a multiple of SUMS / R keys.
 template <typename T, int R>
 static void score_block(const Queries& q, const T* const* keys, int64_t key_stride, int count, int64_t head_dim, float* scores, Ahead ahead) {
@@ -141,7 +146,7 @@ static void score_block(const Queries& q, const T* const* keys, int64_t key_stri
 #pragma GCC unroll 2
       for (int n = 0; n < SUMS / W; n++) store(totals + n * W, mul(set1(q.factor), reduce_add_all(sums[n])));
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) memcpy(scores + (head * BLOCK_ROWS + r) * BLOCK_KEYS + j, totals + r * KEYS, KEYS * sizeof(float));
+      for (int r = 0; r < R; r++) memcpy(scores + (head * SCORE_ROWS + r) * BLOCK_KEYS + j, totals + r * KEYS, KEYS * sizeof(float));
     }
 }
 // The same for one row of each head: all heads of a key, then the next key.
@@ -175,7 +180,7 @@ static void score_row(const Queries& q, const T* const* keys, int64_t key_stride
       sums[i] = parts[0];
 #pragma GCC unroll 4
       for (int v = 1; v < 2 * VECS<T>; v++) sums[i] = add(sums[i], parts[v]);
-      to[i] = scores + head * BLOCK_ROWS * BLOCK_KEYS + j;
+      to[i] = scores + head * SCORE_ROWS * BLOCK_KEYS + j;
       if (++head == q.heads) head = 0, j += j + 1 < count;  // past the end the last key is repeated
     }
     float totals[W];

@@ -23,9 +23,12 @@ constexpr int PIECES<fp16> = 2;
 template <>
 constexpr int PIECES<float> = 3;
 
-// While one lives, the thread has its tile registers: eight of full size. Released, they cost nothing at a context switch.
+// While one lives, the thread has its tile registers: eight, of TILE rows, or the first three of `rows`. Released, they cost nothing at a
+// context switch.
 template <bool TILES>
-struct TileState {};
+struct TileState {
+  explicit TileState(int = TILE) {}
+};
 
 // x[0, count) *= factor, count a multiple of W.
 ATTNWORKS_INLINE void scale_row(float* x, int64_t count, float factor) {
@@ -51,12 +54,13 @@ ATTNWORKS_INLINE void stores_come_first() { asm volatile("" ::: "memory"); }
 
 template <>
 struct TileState<true> {
-  TileState() {
+  explicit TileState(int rows = TILE) {
     struct alignas(64) {
       uint8_t palette = 1, start_row = 0, reserved[14] = {};
       uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
       uint8_t rows[16] = {TILE, TILE, TILE, TILE, TILE, TILE, TILE, TILE};
     } config;
+    for (int n = 0; n < 3; n++) config.rows[n] = (uint8_t)rows;
     asm volatile("" : : "r"(&config) : "memory");  // as stores_come_first, and config's address is known outside
     _tile_loadconfig(&config);
   }

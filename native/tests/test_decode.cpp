@@ -217,12 +217,12 @@ std::vector<Case> cases() {
   add("split of 1", [](Case& c) { c.split_kv = 1, c.kv_lens = {7}; });
   add("negative scale", [](Case& c) { c.scale = -0.1f; });
   add("large scores", [](Case& c) { c.scale = 40.f; });
-  for (int64_t group : {1, 2, 3, 4, 5, 6, 7, 8, 9, 33}) add("group", [&](Case& c) { c.heads_kv = 2, c.heads_q = 2 * group, c.kv_lens = {140}; });
+  for (int64_t group : {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 33}) add("group", [&](Case& c) { c.heads_kv = 2, c.heads_q = 2 * group, c.kv_lens = {140}; });
   for (int64_t dim : {1, 3, 8, 16, 24, 40, 72, 80, 100, 128, 256})
     add("head_dim", [&](Case& c) { c.heads_q = 7, c.head_dim = dim, c.head_dim_v = dim, c.kv_lens = {75}; });
   add("head_dim_v larger", [](Case& c) { c.head_dim = 20, c.head_dim_v = 130, c.heads_q = 5; });
   add("head_dim_v smaller", [](Case& c) { c.head_dim = 192, c.head_dim_v = 128, c.heads_q = 4; });
-  for (int64_t page : {1, 3, 16, 128})
+  for (int64_t page : {1, 3, 16, 24, 128})
     for (int64_t group : {1, 4}) {
       add("pages", [&](Case& c) { c.page_size = page, c.heads_kv = 2, c.heads_q = 2 * group, c.kv_lens = {0, 1, 17, 129, 300}; });
       add("pages, halves", [&](Case& c) { c.page_size = page, c.halves = true, c.heads_kv = 2, c.heads_q = 2 * group, c.kv_lens = {33, 200}; });
@@ -301,14 +301,18 @@ void run_specials(const Kernels& kernels, DType dtype, const std::string& where)
     expect(nans(bad_key, h) == c.head_dim_v && std::isnan(bad_key.lse[h]), where + ": NaN in a key");
     expect(nans(bad_value, h) == 1 && bad_value.lse[h] == plain.lse[h], where + ": NaN in a value");
   }
-  // Infinity in the last value of an odd number of keys: nothing may meet it with weight 0.
+  // Infinity in the last value of an odd number of keys, or in the last of a whole number of vectors before them: nothing may meet it with
+  // weight 0, nor what a kernel kept of it.
   Case odd = c;
   odd.kv_lens = {299};
-  Memory infinite(odd, dtype);
-  set(dtype, infinite.v_at(0, 0, 298) + 5 * size, INFINITY);
-  infinite.run(kernels, 1);
-  for (int64_t h = 0; h < 4; h++)
-    expect(get(dtype, infinite.out.data() + h * row + 5 * size) == INFINITY && nans(infinite, h) == 0, where + ": an infinite value");
+  for (int64_t key : {287, 298})
+    for (int64_t column : {5, 37}) {
+      Memory infinite(odd, dtype);
+      set(dtype, infinite.v_at(0, 0, key) + column * size, INFINITY);
+      infinite.run(kernels, 1);
+      for (int64_t h = 0; h < 4; h++)
+        expect(get(dtype, infinite.out.data() + h * row + column * size) == INFINITY && nans(infinite, h) == 0, where + ": an infinite value");
+    }
   // A score of -inf hides its key: the result is that of the keys before it.
   Memory hidden(c, dtype), shorter(c, dtype);
   shorter.lens[0] = 299;
