@@ -44,14 +44,7 @@ template <typename T, bool STEPS>
 ATTNWORKS_INLINE void softmax_step(float* scores, int64_t begin, int64_t end, const float* tile_max, float* running_max, float* running_sum,
                                    float* rescale) {
   float shift[ROW_STATE<T>];
-  for (int r = 0; r < ROW_STATE<T>; r += W) {
-    const Vec before = load(running_max + r), after = max(before, load(tile_max + r));
-    // While a row has seen nothing but -inf, a finite number stands in for its maximum: then -inf - -inf never happens, and exp2 gives 0.
-    const Vec finite = max(set1(-FLT_MAX), after);
-    store(running_max + r, after);
-    store(shift + r, finite);
-    store(rescale + r, prob<STEPS, 5>(sub(before, finite)));
-  }
+  raise_max<T, STEPS>(tile_max, running_max, shift, rescale);
   for (int r = 0; r < BLOCK_Q<T>; r++)
     row_probs<T, STEPS>(scores + r * SCORES_ROW, begin, end, shift[r], rescale[r], running_sum + r * W);
 }

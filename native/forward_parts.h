@@ -100,6 +100,19 @@ ATTNWORKS_INLINE Vec prob(Vec x) {
   return exp2<DEGREE>(STEPS ? mul(x, set1(LOG2E)) : x);
 }
 
+// The maxima of a micro-block's rows after a tile's: `shift` is what is taken off its scores, `rescale` what the old sums and acc are multiplied by.
+template <typename T, bool STEPS>
+ATTNWORKS_INLINE void raise_max(const float* tile_max, float* running_max, float* shift, float* rescale) {
+  for (int r = 0; r < ROW_STATE<T>; r += W) {
+    const Vec before = load(running_max + r), after = max(before, load(tile_max + r));
+    // While a row has seen nothing but -inf, a finite number stands in for its maximum: then -inf - -inf never happens, and exp2 gives 0.
+    const Vec finite = max(set1(-FLT_MAX), after);
+    store(running_max + r, after);
+    store(shift + r, finite);
+    store(rescale + r, prob<STEPS, 5>(sub(before, finite)));
+  }
+}
+
 // What happens to a row's scores against keys [first_key, end_key) of a tile before their maximum is sought. `row` is at the tile's first
 // key; whole vectors are written, from first_key / PANEL * PANEL on. key_bias: the first step has been done.
 template <bool STEPS>

@@ -83,14 +83,7 @@ static void softmax_in_tiles(const ForwardProblem& p, const ForwardTask& task, c
     modify_row<STEPS>(p, task, visible, smaller(x.row + r, x.last), x.tile, x.first_key, x.end_key, false, scores);
     tile_max[r] = row_max<NV>(scores, x.begin(), x.end()) * (late ? factor : 1.f);
   }
-  for (int r = 0; r < ROWS; r += W) {
-    const Vec before = load(running_max + r), after = max(before, load(tile_max + r));
-    // While a row has seen nothing but -inf, a finite number stands in for its maximum: then -inf - -inf never happens, and exp2 gives 0.
-    const Vec finite = max(set1(-FLT_MAX), after);
-    store(running_max + r, after);
-    store(shift + r, finite);
-    store(rescale + r, prob<STEPS, 5>(sub(before, finite)));
-  }
+  raise_max<T, STEPS>(tile_max, running_max, shift, rescale);
   float* acc = scratch + l.acc + block * l.acc_stride;
   for (int r = 0; r < ROWS; r++) {
     row_pieces<T, STEPS>(scratch + l.scores + r * SCORES_ROW, x.begin(), x.end(), late ? factor : 1.f, shift[r], rescale[r], running_sum + r * W,

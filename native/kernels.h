@@ -26,7 +26,7 @@ const Kernels kernels = {ATTNWORKS_STRING(ATTNWORKS_ISA),
                          decode_split,
                          decode_merge,
                          backward_kernels,
-                         in_tiles ? has_outliers : nullptr,
+                         has_outliers,
                          flops,
                          read};
 

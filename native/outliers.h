@@ -8,24 +8,27 @@ namespace attnworks::ATTNWORKS_ISA {
 template <typename T>
 constexpr bool in_pieces = in_tiles && PIECES<T> != 1;
 
+template <typename T>
+ATTNWORKS_INLINE bool is_outlier(const T* row, int64_t dim) {
+  bool odd = false;
+  for (int64_t at = 0; at < dim; at += W) odd |= any_outlier(load_floats(row, at, dim));
+  return odd;
+}
+
 // marks[i]: whether row i of x is an outlier. Says whether any is.
 template <typename T>
 static bool mark_outliers(const T* x, int64_t stride, int64_t rows, int64_t dim, uint8_t* marks) {
   bool any = false;
-  for (int64_t row = 0; row < rows; row++) {
-    bool odd = false;
-    for (int64_t at = 0; at < dim; at += W) odd |= any_outlier(load_floats(x + row * stride, at, dim));
-    marks[row] = odd;
-    any |= odd;
-  }
+  for (int64_t row = 0; row < rows; row++) any |= marks[row] = is_outlier(x + row * stride, dim);
   return any;
 }
 
+// Kernels::has_outliers
+#ifdef ATTNWORKS_AMX
 static bool has_outliers(DType dtype, const void* rows, int64_t stride, int64_t count, int64_t dim) {
   const auto any = [&](auto* x) {
     for (int64_t row = 0; row < count; row++)
-      for (int64_t at = 0; at < dim; at += W)
-        if (any_outlier(load_floats(x + row * stride, at, dim))) return true;
+      if (is_outlier(x + row * stride, dim)) return true;
     return false;
   };
   switch (dtype) {
@@ -35,6 +38,9 @@ static bool has_outliers(DType dtype, const void* rows, int64_t stride, int64_t 
   }
   return false;
 }
+#else
+constexpr auto has_outliers = (bool (*)(DType, const void*, int64_t, int64_t, int64_t))nullptr;
+#endif
 
 // sum of factor * a[i] * b[i]
 template <typename T>

@@ -40,7 +40,8 @@ struct Tiles {
 
 class Backward {
  public:
-  Backward(const Kernels& kernels, const BackwardProblem& problem, const BackwardOperands& x, const int64_t* cu_q, const int64_t* cu_kv)
+  Backward(const Kernels& kernels, const BackwardProblem& problem, const BackwardOperands& x, const int64_t* cu_q, const int64_t* cu_kv,
+           int most_threads)
       : all(kernels),
         kernels(kernels.backward),
         micro_rows(kernels.micro_rows),
@@ -55,6 +56,8 @@ class Backward {
       p.tile_kv = ceil_div(p.tile_kv, MAP_KEYS) * MAP_KEYS;
     }
     add_sequences(cu_q, cu_kv);
+    const double keys = std::min<double>(p.seq_kv, (double)p.bounds.left + p.bounds.right + 1);
+    threads = worth_threads(rows * keys * (1.5 * p.head_dim + p.head_dim_v) * 2, most_threads);
     shift.reset(new float[rows]);
     delta.reset(new float[rows]);
     if (x.d_q) d_q_sum.reset(new float[rows * sum_row]);
@@ -62,7 +65,7 @@ class Backward {
   }
 
   // Whether q, k, v or d_out has elements that these kernels can't multiply.
-  bool has_outliers(int threads) const {
+  bool has_outliers() const {
     if (!all.has_outliers || p.dtype == DType::bfloat16) return false;  // bf16 is one piece
     std::atomic<bool> found{false};
     for_each_task((int64_t)sequences.size() * p.heads_q, threads, [&](int64_t task) {
@@ -81,9 +84,7 @@ class Backward {
     return found;
   }
 
-  void run(int threads) {
-    const double keys = std::min<double>(p.seq_kv, (double)p.bounds.left + p.bounds.right + 1);
-    threads = worth_threads(rows * keys * (1.5 * p.head_dim + p.head_dim_v) * 2, threads);
+  void run() {
     for_each_task((int64_t)sequences.size() * p.heads_q, threads, [&](int64_t task) { row_sums(sequences[task / p.heads_q], task % p.heads_q); });
     const std::vector<Task> tasks = key_tasks();
     for_each_task((int64_t)tasks.size(), threads, [&](int64_t task) {
@@ -95,7 +96,7 @@ class Backward {
       }
     });
     for (int64_t step = 0; step < p.modifiers.count; step++)
-      if (x.d_bias[step].data) run_bias(step, threads);
+      if (x.d_bias[step].data) run_bias(step);
   }
 
  private:
@@ -230,7 +231,7 @@ class Backward {
 
   // The gradient of a bias, in a pass of its own: S and dP are computed once more. A task owns a part of it (a tile of keys of one batch entry
   // and head) and sums what the bias was broadcast along, always in one order.
-  void run_bias(int64_t step, int threads) {
+  void run_bias(int64_t step) {
     const BiasGradient& whole = x.d_bias[step];
     const int64_t batches = whole.batch ? p.batch : std::min<int64_t>(p.batch, 1), heads = whole.head ? p.heads_q : 1;
     int64_t most = 0;
@@ -275,6 +276,7 @@ class Backward {
   const Kernels& all;
   const BackwardKernels& kernels;
   const int64_t micro_rows;
+  int threads;
   BackwardProblem p;
   const BackwardOperands x;
   const int64_t group, sum_row;
@@ -289,9 +291,9 @@ class Backward {
 
 void run_backward(const Kernels& kernels, const BackwardProblem& problem, const BackwardOperands& x, const int64_t* cu_seqlens_q,
                   const int64_t* cu_seqlens_kv, int threads) {
-  Backward backward(kernels, problem, x, cu_seqlens_q, cu_seqlens_kv);
-  if (backward.has_outliers(threads)) return Backward(kernels_without_tiles(), problem, x, cu_seqlens_q, cu_seqlens_kv).run(threads);
-  backward.run(threads);
+  Backward backward(kernels, problem, x, cu_seqlens_q, cu_seqlens_kv, threads);
+  if (backward.has_outliers()) return Backward(kernels_without_tiles(), problem, x, cu_seqlens_q, cu_seqlens_kv, threads).run();
+  backward.run();
 }
 
 }  // namespace attnworks

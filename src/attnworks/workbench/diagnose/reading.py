@@ -19,7 +19,7 @@ from attnworks.scores import ALiBi, Bias, Softcap
 from attnworks.workbench.cases import Case
 from attnworks.workbench.diagnose.patterns import weights
 from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Truth
-from attnworks.workbench.diagnose.variants import Variant
+from attnworks.workbench.diagnose.variants import Variant, distances
 from attnworks.workbench.subjects import Declined, Subject
 
 MOST_READ = 4  # probes
@@ -120,7 +120,7 @@ def _coefficients(case: Case, got: Tensor, want: Tensor) -> Iterator[Variant]:
     part = inputs.values[0]
     keys = part.k.double().repeat_interleave(case.heads_q // case.heads_kv, 0)
     terms = {"scale of another size": case.softmax_scale * part.q.double() @ keys.mT}
-    behind = (torch.arange(case.seq_q)[:, None] + case.seq_kv - case.seq_q - torch.arange(case.seq_kv)).abs()
+    behind = distances(case)
     for score in inputs.scores:
         if isinstance(score, ALiBi):
             slopes = score.slopes.view(-1, case.heads_q)[0].double()

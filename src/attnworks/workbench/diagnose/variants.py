@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnworks.masks import Causal
 from attnworks.scores import ALiBi, Bias
 from attnworks.workbench import modifiers
+from attnworks.workbench.cases import Case
 from attnworks.workbench.faults import FAULTS, WAYS
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.mutants import Mutant
@@ -123,6 +125,11 @@ class Variant:
         return kind(self.fault, tile_kv=tile_kv, split_kv=split_kv, way=self.way, value=self.value)
 
 
+def distances(case: Case) -> Tensor:
+    """How far each key is from each query, for ALiBi: (seq_q, seq_kv)."""
+    return (torch.arange(case.seq_q)[:, None] + case.seq_kv - case.seq_q - torch.arange(case.seq_kv)).abs()
+
+
 class Written(Mutant):
     """A mutant that is called as SDPA is: ``is_causal`` where that says it, else masks and ALiBi as tensors."""
 
@@ -133,7 +140,7 @@ class Written(Mutant):
         if case.form == "dense" and inputs.masks and not (own and not inputs.scores and len(inputs.masks) == 1):
             inputs.masks = [torch.stack([visible(inputs, b) for b in range(case.batch)])]
         if case.form == "dense":
-            behind = (torch.arange(case.seq_q)[:, None] + case.seq_kv - case.seq_q - torch.arange(case.seq_kv)).abs()
+            behind = distances(case)
             inputs.scores = [
                 Bias(-s.slopes.view(-1, case.heads_q, 1, 1) * behind) if isinstance(s, ALiBi) else s
                 for s in inputs.scores
