@@ -178,8 +178,8 @@ static void attend(const DecodeProblem& p, const DecodeTask& task, const Tile<T>
   const int64_t heads = task.heads;
   const int64_t key_bytes = p.head_dim * (int64_t)sizeof(T), value_bytes = p.head_dim_v * (int64_t)sizeof(T);
   // Values of one head at once, then those of the next: few, so that V is read nearly in order of memory although not all columns fit the
-  // registers: fewest where a key's heads take turns, for what is fetched is that many keys of all of them and must stay in L1 beside their q
-  // and acc until it is computed with. A chunk is no less. (A product of tiles has so many keys whatever they are.)
+  // registers: fewest where a key's heads take turns, for what is fetched is that many keys of all of them, and where that is into L1 it must
+  // stay there beside their q and acc until it is computed with. A chunk is no less. (A product of tiles has so many keys whatever they are.)
   const int fewest = R == 1 || heads > 1 ? 8 : (int)clamp(DECODE_CHUNK_BYTES / value_bytes / 8 * 8, 8, BLOCK_KEYS);
   const int few = R ? fewest : TILED_KEYS;
   const int chunk = (int)round_up(clamp(DECODE_CHUNK_BYTES / (heads * larger(key_bytes, value_bytes)), 1, BLOCK_KEYS), few);

@@ -65,9 +65,6 @@ ATTNWORKS_INLINE Vec multiply_add(Vec a, Vec b, Vec sum) {
 // Rows to fetch, a cache line at a time and in order, spread evenly over the arithmetic on the rows before them: in bursts they would keep
 // loads waiting. The hardware's prefetchers stop at every page and see too many streams. After the last row it begins again, which costs
 // less than to ask each time.
-struct IntoL1 {
-  ATTNWORKS_INLINE void fetch(const void* p) { prefetch(p); }
-};
 class Ahead {
   const char *at = nullptr, *stop = nullptr;
   const void *const *row = nullptr, *const *first = nullptr, *const *end = nullptr;
@@ -85,11 +82,11 @@ class Ahead {
       : row((const void* const*)rows), first(row), end(row + count), bytes(columns * (int64_t)sizeof(T)) {
     next_row();
   }
-  template <int LINES, typename Where = IntoL1>
+  template <int LINES>
   __attribute__((always_inline)) void step() {
 #pragma GCC unroll 8
     for (int i = 0; i < LINES; i++) {
-      Where::fetch(at);
+      prefetch_early(at);
       at += 64;
       if (__builtin_expect(at >= stop, 0)) next_row();
     }

@@ -33,11 +33,6 @@ static inline void turn_queries(float* rows, int64_t row_stride, int count) {
     }
 }
 
-// Tiles are computed with so fast that what is fetched for them would wait in L1 for long, and push out what is needed before it.
-struct IntoL2 {
-  ATTNWORKS_INLINE void fetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
-};
-
 // Of TILE keys, the elements of one step: where they lie if they can be loaded from there, else a copy.
 struct KeyTile {
   const void* rows;
@@ -96,18 +91,18 @@ static void score_in_tiles(const Queries& q, int rows, const T* const* keys, con
       _tile_zero(4);
       _tile_zero(5);
       for (int64_t d = 0; d < head_dim; d += STEP, query += W) {
-        ahead.step<HALF, IntoL2>();
+        ahead.step<HALF>();
         const KeyTile first = key_tile(key, head * k.head + d, even0, k.row, head_dim - d, copies[0]);
         _tile_loadd(7, query, q.row_stride * 4);
         _tile_loadd(3, first.rows, first.bytes);
         _tile_dpbf16ps(4, 3, 7);
-        ahead.step<HALF, IntoL2>();
+        ahead.step<HALF>();
         if (!two) continue;
-        ahead.step<HALF, IntoL2>();
+        ahead.step<HALF>();
         const KeyTile second = key_tile(key + TILE, head * k.head + d, even1, k.row, head_dim - d, copies[1]);
         _tile_loadd(6, second.rows, second.bytes);
         _tile_dpbf16ps(5, 6, 7);
-        ahead.step<HALF, IntoL2>();
+        ahead.step<HALF>();
       }
       _tile_stored(4, products[0], TILE * 4);
       if (two) _tile_stored(5, products[1], TILE * 4);
@@ -141,7 +136,7 @@ static void weigh_in_tiles(const float* probs, const T* const* values, int count
       if (end == TILED_KEYS && columns == STEP) {
 #pragma GCC unroll 4
         for (int i = 0; i < TILED_KEYS; i += 2) {
-          ahead.step<lines(2 * STEP * sizeof(T)), IntoL2>();
+          ahead.step<lines(2 * STEP * sizeof(T))>();
           pair(i, load_pairs(row[i] + offset), load_pairs(row[i + 1] + offset));
         }
       } else {

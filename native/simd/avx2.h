@@ -151,6 +151,7 @@ ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {
 }
 
 ATTNWORKS_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+ATTNWORKS_INLINE void prefetch_early(const void* p) { prefetch(p); }  // into L2 only is no different (Zen 3)
 
 Vec dot_bf16(Vec acc, Vec pairs_a, Vec pairs_b);  // see generic.h: declared only
 Vec pack_bf16(Vec first, Vec second);

@@ -172,6 +172,7 @@ ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {  // (even, odd) -> (first W, 
 }
 
 ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }  // into L1
+ATTNWORKS_INLINE void prefetch_early(const void* p) { prefetch(p); }            // of what is needed some microseconds from now
 
 // Pairs of bf16: used only where HAS_BF16_DOT, other targets just declare them so that `if constexpr` branches parse. Here they are a
 // model of the instructions, for tests on machines that lack them.

@@ -119,6 +119,7 @@ ATTNWORKS_INLINE void interleave(Vec& a, Vec& b) {
 }
 
 ATTNWORKS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+ATTNWORKS_INLINE void prefetch_early(const void* p) { prefetch(p); }
 
 Vec dot_bf16(Vec acc, Vec pairs_a, Vec pairs_b);  // see generic.h: declared only
 Vec pack_bf16(Vec first, Vec second);

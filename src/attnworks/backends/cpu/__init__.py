@@ -39,7 +39,7 @@ BACKWARD_TILES = 96, 256
 # at 1024).
 SPLIT_KV_MAX_ROWS = 16
 SPLIT_KV_MIN_KEYS = 256
-TILED_MIN_ROWS = 8  # of bf16 that share a KV head: AMX instead of AVX-512 in decode
+TILED_MIN_ROWS = 4  # of bf16 that share a KV head: AMX instead of AVX-512 in decode
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -114,9 +114,9 @@ def candidates(problem: Problem, hardware: Hardware) -> list[Plan]:
 def _worth_tiles(problem: Problem) -> bool:
     """Whether so many rows share a KV head that arithmetic bounds their decode, which tiles of bf16 do faster.
 
-    Measured interleaved on cold caches against AVX-512 (Xeon with AMX, head_dim 128): with 8 rows and more tiles were
-    as fast or faster everywhere, with 16 by a third to a half; with 4 rows they are slower at 4k keys, no different at
-    16k, on two threads.
+    Measured interleaved against AVX-512 (Xeon with AMX, head_dim 128, two threads): with 4 rows tiles are 3 to 8 %
+    faster on dense caches of 4k to 64k keys, level with it on pages; with 8 as fast or faster everywhere, with 16 by a
+    third to a half.
     """
     return problem.dtype == torch.bfloat16 and problem.seq_q * problem.group >= TILED_MIN_ROWS
 
