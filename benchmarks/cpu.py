@@ -75,7 +75,7 @@ DECODE_BARS = {
 BANDWIDTH_BAR = 0.8
 MEMORY_BAR = 64 * MIB
 FLAT_BAR = 4 * MIB  # how much more at 32k than at 4k still counts as flat
-OVERHEAD_BAR = 1.5
+OVERHEAD_BAR = 1.2
 IMPORT_BAR = 0.1  # seconds
 # What holds torch to older instructions, as --isa does attnworks: to those without AMX where both are set before it
 # starts, ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 and MKL_ENABLE_INSTRUCTIONS=AVX512_E3.

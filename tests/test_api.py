@@ -211,7 +211,7 @@ def test_second_order_forward_mode_and_vmap():
 
 
 def test_a_prepared_call_is_used_again_only_for_the_same_question():
-    prepared.CALLS.clear()
+    prepared.forget()
     q, other = randn(1, 1, 4, 8), randn(1, 1, 5, 8)
     attention(q, q, q)
     attention(q + 1, q, q)
@@ -233,7 +233,7 @@ def test_a_prepared_call_is_used_again_only_for_the_same_question():
 
 
 def test_a_prepared_decode_reads_lengths_and_pages_anew():
-    prepared.CALLS.clear()
+    prepared.forget()
     q, pages = randn(2, 1, 2, 8), randn(6, 4, 2, 8)
     table = torch.tensor([[0, 1, 2], [3, 4, 5]])
 
@@ -256,7 +256,7 @@ def test_a_prepared_decode_reads_lengths_and_pages_anew():
 
 
 def test_prepared_packed_sequences_read_their_offsets_anew():
-    prepared.CALLS.clear()
+    prepared.forget()
     q = randn(7, 2, 8)
 
     def run(*offsets):
@@ -293,7 +293,7 @@ def test_prepared_calls_keep_no_tensor_and_no_user_function_alive():
 
 
 def test_functions_that_say_the_same_share_a_prepared_call_but_not_what_they_captured():
-    prepared.CALLS.clear()
+    prepared.forget()
     q = randn(1, 2, 6, 8)
     documents = torch.tensor([[[0, 0, 0, 1, 1, 1]], [[0, 0, 1, 1, 2, 2]]])
     for doc in documents:
@@ -326,7 +326,7 @@ def test_a_changed_closure_or_tensor_is_seen_by_the_next_call():
 
 
 def test_a_function_that_cannot_be_traced_is_called_as_before():
-    prepared.CALLS.clear()
+    prepared.forget()
     q = randn(1, 1, 6, 8)
     found = attention(q, q, q, mask=lambda b, h, i, j: j <= i if len(i.shape) == 4 and i.numel() else j < 0)
     assert_close(found, dense_oracle(q, q, q, causal(6, 6))[0])

@@ -68,9 +68,9 @@ def asked(monkeypatch):
         return launch and spy
 
     monkeypatch.setattr(reference, "prepare_backward", prepare_backward)
-    prepared.CALLS.clear()
+    prepared.forget()
     yield calls
-    prepared.CALLS.clear()
+    prepared.forget()
 
 
 def test_only_what_requires_grad_is_asked_for_and_the_lse_is_there_unasked(asked):

@@ -14,9 +14,9 @@ from attnworks.backends import Launcher, ReadsLengths
 from attnworks.cache import Rotary
 from attnworks.masks import MaskSpec, UserMask
 from attnworks.plan import Plan
-from attnworks.prepared import Watchers, watched
 from attnworks.problem import Operands, Problem, Sizes, last_contiguous, packed_strides, strides_of
 from attnworks.scores import ScoreSpec, UserScore
+from attnworks.watchers import Watchers, watched
 
 Call = tuple[Launcher, Operands]
 

@@ -83,6 +83,10 @@ class Window(_Mask):
         _check_align("Window", self.align)
 
 
+# Masks that are their own key; others are split into a spec first, whose operands come anew with each call.
+OWN_KEY = (type(None), Causal, Window)
+
+
 @dataclass(frozen=True, eq=False)
 class AllOf(_Mask):
     """The intersection of several masks; made by ``Causal() & other``."""

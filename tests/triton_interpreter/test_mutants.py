@@ -132,7 +132,7 @@ def mutated(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mutant]:
     names = [f"{triton.__name__}.{module}" for module in MODULES]
     for name in names:
         import_module(name)
-    prepared.CALLS.clear()
+    prepared.forget()
     with pytest.MonkeyPatch.context() as patch:
         for name, module in zip(names, MODULES, strict=True):
             changed = tmp_path / f"{module}.py"
@@ -143,7 +143,7 @@ def mutated(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mutant]:
             patch.setattr(triton, module, loaded)
             spec.loader.exec_module(loaded)
         yield mutant
-        prepared.CALLS.clear()
+        prepared.forget()
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")

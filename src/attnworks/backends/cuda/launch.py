@@ -23,6 +23,7 @@ from attnworks.backends.cuda.driver import INVALID_CONTEXT, DriverError, LaunchC
 from attnworks.backends.cuda.maps import ADDRESS_MULTIPLE, Maps, describe
 from attnworks.backends.cuda.plans import added, bounds, section, tiles_of, variant
 from attnworks.backends.cuda.source import L2_SECTION_BYTES, text
+from attnworks.memory import empty_cuda
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem, contiguous_strides
 
@@ -121,8 +122,6 @@ class Forward:
         device = torch.device(p.device)
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._dtype = p.dtype
-        # Results with q's own sizes and strides are had in four fifths of the time.
-        self._like_q = p.form == "dense" and (p.q_strides, p.head_dim) == (p.result_strides()[0], p.head_dim_v)
         out, lse = ((shape, contiguous_strides(shape)) for shape in p.result_shapes())
         self._out, self._lse = out, lse if p.return_lse else None
         self._sink = _sink_of(p)
@@ -168,19 +167,13 @@ class Forward:
         q, k, v = o.q.data_ptr(), o.k.data_ptr(), o.v.data_ptr()
         if (q | k | v) % ADDRESS_MULTIPLE:
             raise Unaligned
-        device = o.q.device
-        if self._like_q:
-            out = torch.empty_like(o.q)
-        else:
-            out = torch.empty_strided(*self._out, dtype=self._dtype, device=device)
-        lse = None
-        if self._lse is not None:
-            lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=device)
+        out = empty_cuda(*self._out, self._dtype)
+        lse = None if self._lse is None else empty_cuda(*self._lse, torch.float32)
         sink = None if self._sink is None else o.scores[self._sink].to(torch.float32).contiguous()
         stream = torch._C._cuda_getCurrentRawStream(index)
         more = extended.given(self._problem, self._plan, o, stream) if self._extended else None
         parts, params = self._parts, self._params
-        held = None if parts is None else parts.empty(device)
+        held = None if parts is None else parts.empty()
         with self._lock:
             params.out = into = out.data_ptr()
             self._maps.point_to(q, k, v, into)

@@ -19,8 +19,9 @@ from attnworks.backends.cuda.compile import cubin
 from attnworks.backends.cuda.driver import PROGRAMMATIC_STREAM_SERIALIZATION, LaunchAttribute, LaunchConfig, driver
 from attnworks.backends.cuda.plans import MOST_PARTS, tiles_of
 from attnworks.backends.cuda.source import merge_text
+from attnworks.memory import empty_cuda
 from attnworks.plan import Plan
-from attnworks.problem import Problem
+from attnworks.problem import Problem, contiguous_strides
 
 WARPS = 4  # of a thread block, a row each: merge.cuh
 LEAST_STEPS = 4  # KV tiles of a stretch
@@ -102,9 +103,9 @@ class Partial:
         self._config = LaunchConfig(math.ceil(held / WARPS), 1, 1, 32 * WARPS, 1, 1, 0)
         self._config.attributes, self._config.attribute_count = ctypes.addressof(self._early), 1
 
-    def empty(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Memory for the parts' O and LSE."""
-        out, lse = (torch.empty(shape, dtype=torch.float32, device=device) for shape in self._shapes)
+    def empty(self) -> tuple[Tensor, Tensor]:
+        """Memory for the parts' O and LSE, on the current device."""
+        out, lse = (empty_cuda(shape, contiguous_strides(shape), torch.float32) for shape in self._shapes)
         return out, lse
 
     def merge(

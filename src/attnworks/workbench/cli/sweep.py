@@ -143,7 +143,7 @@ def _write(found: Found, into: Path | None) -> Path | None:
     if not found.row and key not in tuned.read(path, found.hardware.name):
         return None
     tuned.write(path, found.hardware.name, {key: found.row})
-    prepared.CALLS.clear()
+    prepared.forget()
     return path
 
 
