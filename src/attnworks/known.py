@@ -26,7 +26,7 @@ _Guard: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None
 
 
 class Known(NamedTuple):
-    """The latest call with its mask and shapes."""
+    """The latest call with its options and shapes."""
 
     launch: Launcher
     scale: float | None
@@ -39,15 +39,15 @@ LIMIT = 4096  # then it is emptied, as prepared calls are
 
 
 def find(mask: object, scale: object, options: tuple[Any, ...], *tensors: Tensor) -> Launcher | None:
-    """The launcher of the latest call with this mask and these shapes, if all the rest is the same too: the very same
-    options, an equal scale, and tensors that differ in their addresses and values alone."""
+    """The launcher of the latest call with this mask, scale, options and shapes, if its tensors differed from these in
+    their addresses and values alone."""
     try:
-        known = CALLS.get((mask, tensors[0].shape, tensors[1].shape))
-    except (AttributeError, TypeError):  # no tensors, or no mask: the checks name them
+        known = CALLS.get((mask, scale, options, tensors[0].shape, tensors[1].shape))
+    except (AttributeError, TypeError):  # no tensors, or what is no option: the checks name them
         return None
-    if known is None or scale != known.scale or type(scale) is not type(known.scale):  # 1 == True
-        return None
-    if not all(map(is_, options, known.options)) or forward_ad._current_level >= 0 or not known.same(*tensors):
+    if known is None or type(scale) is not type(known.scale) or not all(map(is_, options, known.options)):
+        return None  # 1 == True
+    if forward_ad._current_level >= 0 or not known.same(*tensors):
         return None
     return known.launch
 
@@ -70,4 +70,4 @@ def remember(launch: Launcher, mask: Hashable, scale: float | None, options: tup
         return
     if len(CALLS) >= LIMIT:
         CALLS.clear()
-    CALLS[mask, tensors[0].shape, tensors[1].shape] = Known(launch, scale, options, same)
+    CALLS[mask, scale, options, tensors[0].shape, tensors[1].shape] = Known(launch, scale, options, same)
