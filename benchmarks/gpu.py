@@ -169,8 +169,8 @@ def products(q: Tensor, causal: bool, *, backward: bool = False) -> float:
 # ---- sections --------------------------------------------------------------------------------------------------------
 
 
-def forward_rows(lengths: list[int], rounds: int, without: list[str]) -> Iterator[Row]:
-    for head_dim in HEAD_DIMS:
+def forward_rows(head_dims: list[int], lengths: list[int], rounds: int, without: list[str]) -> Iterator[Row]:
+    for head_dim in head_dims:
         for causal in (False, True):
             for length in lengths:
                 torch.compiler.reset()
@@ -181,8 +181,8 @@ def forward_rows(lengths: list[int], rounds: int, without: list[str]) -> Iterato
                 yield from rows_of("Forward", problem, times, FORWARD_BARS, products(q, causal))
 
 
-def backward_rows(lengths: list[int], rounds: int, without: list[str]) -> Iterator[Row]:
-    for head_dim in HEAD_DIMS:
+def backward_rows(head_dims: list[int], lengths: list[int], rounds: int, without: list[str]) -> Iterator[Row]:
+    for head_dim in head_dims:
         for causal in (False, True):
             for length in lengths:
                 torch.compiler.reset()
@@ -354,6 +354,7 @@ def introduction(script: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--section", nargs="+", choices=SECTIONS, default=SECTIONS)
+    parser.add_argument("--head-dims", nargs="+", type=int, choices=HEAD_DIMS, default=HEAD_DIMS)
     parser.add_argument("--lengths", nargs="+", type=int, help="[default: 1024 4096 16384]")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument(
@@ -367,8 +368,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", module="torch")
     lengths = chosen.lengths or [1024, 4096, 16384]
     sections: dict[str, Callable[[], Iterator[Row]]] = {
-        "forward": lambda: forward_rows(lengths, chosen.rounds, chosen.without),
-        "backward": lambda: backward_rows(lengths, chosen.rounds, chosen.without),
+        "forward": lambda: forward_rows(chosen.head_dims, lengths, chosen.rounds, chosen.without),
+        "backward": lambda: backward_rows(chosen.head_dims, lengths, chosen.rounds, chosen.without),
         "masks": lambda: mask_rows(chosen.rounds),
         "decode": lambda: decode_rows(chosen.rounds),
         "host": host_rows,
