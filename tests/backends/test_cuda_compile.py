@@ -41,8 +41,11 @@ def modified(*modifiers: object) -> dict[str, object]:
 
 def of_line(line: plans.Line) -> Variant:
     """The variant that a line of the table stands for, under a causal mask where it has a choice."""
-    mask = {"full": None, "map": SPARSE}.get(line.kind, Causal())
+    mask = {"full": None, "packed": None, "map": SPARSE}.get(line.kind, Causal())
     found = {"head_dim": line.head_dim, "head_dim_v": line.head_dim_v, "seq_kv": max(line.keys, 1000)}
+    found["seq_q"] = max(line.rows, 1000)
+    if line.kind == "packed":
+        found |= {"form": "varlen", "total_q": 9000, "total_kv": 9000}
     return built(
         **found, mask=masks.split(mask)[0], **(modified(Bias(torch.ones(1, 1000))) if line.kind == "bias" else {})
     )
@@ -74,7 +77,7 @@ VARIANTS = {
 # kernels the machine code: whoever changes it, also by a feature that they don't have, measures them again.
 MEASURED_WITH = "13.0.88"
 COMPILED = {
-    "64/64 full from 2048": "e105bbe9c8400821",
+    "64/64 full from 2048": "dd81441e03db7f34",
     "128/128 full from 4096": "1fc7d7d566767fa9",
     "192/192 any from 0": "e90e3ab43f92f8b6",
     "packed, window, softcap, sink, fp16, padded": "3cbb8af2c5ad9e23",
@@ -105,6 +108,26 @@ def nvrtc_version() -> str:
         return metadata.version("nvidia-cuda-nvrtc")
     except metadata.PackageNotFoundError:
         return ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "tiles"),
+    [
+        ({"mask": Causal(), "seq_q": 8192, "seq_kv": 8192}, (192, 80, 3)),
+        ({"mask": Causal(), "seq_q": 4096, "seq_kv": 4096}, (128, 128, 2)),
+        ({"mask": Causal(), "seq_q": 128, "seq_kv": 16384}, (128, 128, 2)),
+        ({"mask": Window(1023, 0), "seq_q": 8192, "seq_kv": 8192}, (128, 128, 2)),
+        ({"mask": Causal(), "seq_q": 8192, "seq_kv": 8192, "head_dim": 80, "head_dim_v": 80}, (192, 96, 3)),
+        ({"mask": None, "seq_q": 8192, "seq_kv": 8192}, (128, 160, 2)),
+        ({"mask": None, "form": "varlen", "seq_q": 8192, "seq_kv": 8192}, (192, 80, 3)),
+        ({"mask": Causal(), "form": "varlen", "seq_q": 8192, "seq_kv": 8192}, (192, 80, 3)),
+        ({"mask": None, "form": "varlen", "seq_q": 1000, "seq_kv": 1000}, (128, 128, 2)),
+    ],
+)
+def test_the_tiles_of_a_problem(changes: dict[str, object], tiles: tuple[int, int, int]) -> None:
+    changes = changes | {"mask": masks.split(changes["mask"])[0], "total_q": 9000, "total_kv": 9000}
+    plan = plans.plan_for(replace(PROBLEM, **changes))
+    assert (plan.tile_q, plan.tile_kv, plan.stages) == tiles
 
 
 @needs_nvrtc

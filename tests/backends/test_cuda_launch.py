@@ -17,6 +17,7 @@ import torch
 from attnworks import Bias, Causal, Sink, masks, scores
 from attnworks.backends import cuda
 from attnworks.backends.cuda import counters, driver, launch, maps, plans, split
+from attnworks.memory import empty_cpu
 from attnworks.problem import Operands, Problem, packed_strides, strides_of
 
 UNITS, STREAM = 132, 7
@@ -127,6 +128,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(split, "driver", lambda: made)
     monkeypatch.setattr(launch, "cubin", lambda _: b"code")
     monkeypatch.setattr(split, "cubin", lambda _: b"code")
+    monkeypatch.setattr(launch, "empty_cuda", empty_cpu)
+    monkeypatch.setattr(split, "empty_cuda", empty_cpu)
     monkeypatch.setattr(launch, "counters", lambda _: Counted())
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=UNITS))

@@ -14,6 +14,7 @@ import torch
 from attnworks.backends import cuda
 from attnworks.backends.cuda import plans, split
 from attnworks.backends.cuda.launch import Params
+from attnworks.memory import empty_cpu
 from attnworks.plan import Plan
 from attnworks.problem import Problem
 
@@ -165,13 +166,14 @@ def test_the_parts_are_put_together(kernels: ctypes.CDLL, monkeypatch: pytest.Mo
     """With the LSE and O of each part worked out in float64, by the kernel that merges and the fields it is given."""
     p, units = problem(2, 3, 300, 1000), 4
     monkeypatch.setattr(split, "cubin", lambda _: b"")
+    monkeypatch.setattr(split, "empty_cuda", empty_cpu)
     monkeypatch.setattr(split, "driver", lambda: type("Driver", (), {"function": lambda *_: 0}))
     partial = split.Partial(p, PLAN, units)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, 64, dtype=torch.float64) for n in (300, 1000, 1000))
     scores = q @ k.transpose(-1, -2) * p.scale
     out, lse = torch.full((2, 3, 300, 64), torch.nan, dtype=torch.bfloat16), torch.full((2, 3, 300), torch.nan)
-    held = tuple(x.fill_(torch.nan) for x in partial.empty(torch.device("cpu")))
+    held = tuple(x.fill_(torch.nan) for x in partial.empty())
     shared = torch.zeros(2, 3, 300, dtype=torch.bool)
     first = partial.fields["first"]
     for batch, head, row, part, begin, end in (piece for block in work(kernels, p, units) for piece in block):

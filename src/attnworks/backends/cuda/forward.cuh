@@ -297,8 +297,9 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
     wgmma_wait<0>();  // O and P are free
     pin(O), pin(P);
     done_with_v();
+    if (RESCALE_FIRST) rescale(O, rows);
     to_operand(P, S);
-    rescale(O, rows);
+    if (!RESCALE_FIRST) rescale(O, rows);
     if (tile > first_tile()) wait_k();
   };
 

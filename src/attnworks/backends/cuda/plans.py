@@ -39,8 +39,10 @@ FAR = 2**29  # longer than any sequence that is taken: "no limit" for a diagonal
 
 
 class Line(NamedTuple):
-    """For head dims up to these, a kind of kernel ("" is any) and at least so many keys: tiles and stages. Kinds:
-    "bias" and "map", which take registers, else by the bounds "full", "causal" and "window"."""
+    """For head dims up to these, a kind of kernel ("" is any) and at least so many keys (of the longest sequence):
+    tiles and stages. Kinds: "bias" and "map", which take registers, else by the bounds "full", "causal" and "window";
+    "packed" is "full" of packed sequences. ``rows``: at least so many queries, as few would leave much of a tile
+    empty."""
 
     head_dim: int
     head_dim_v: int
@@ -49,6 +51,7 @@ class Line(NamedTuple):
     tile_q: int
     tile_kv: int
     stages: int
+    rows: int = 0
 
 
 # The first line that fits. TFLOP/s of a prototype of this kernel, bf16, 16k tokens, heads · head_dim = 2048, one H200
@@ -73,6 +76,14 @@ TABLE = (
     Line(64, 64, "causal", 4096, 192, 128, 3),
     # 254 350 428 against 222 296 413 for three groups: shorter tiles leave less of the triangle's edge unused
     Line(64, 64, "", 0, 128, 128, 3),
+    # this kernel with 192 x 96 beside 128 x 128: causal at 4k, 16k 1.01 1.09, full at 16k 1.05; heads of 80 causal at
+    # 16k 1.06
+    Line(96, 96, "causal", 4096, 192, 96, 3, rows=1024),
+    # this kernel, three groups beside two, 192 x 80 beside 128 x 128: causal at 4k, 8k, 16k, 32k 0.97 1.02 1.03 1.06,
+    # packed up to 4k, 7.6k, 16k 0.98 1.02 1.03; packed without a mask up to 512, 1k, 2k, 4k, 7.6k, 16k 1.03 1.05 1.06
+    # 1.07 1.05 1.06, but all of 1000 0.95 (six tiles for 5.2). A window of 1k: 0.90
+    Line(128, 128, "causal", 6144, 192, 80, 3, rows=1024),
+    Line(128, 128, "packed", 2048, 192, 80, 3, rows=1024),
     # this kernel at 2k, 4k, 8k, 16k, times as fast as FlashAttention-3: 1.04 1.04 1.03 1.04; with 128 keys 1.05 1.03
     # 1.02 1.01, with 144 1.00 1.02 1.02 1.02, with 176 0.98 0.98 0.99 0.99. Heads of 96: not measured
     Line(128, 128, "full", 4096, 128, 160, 2),
@@ -125,10 +136,12 @@ def plan_for(p: Problem, units: int = 0) -> Plan:
     """The table's plan; on so many multiprocessors with its keys split where that fills them."""
     left, right = limited(p)
     bounded = "window" if left else "causal" if right else "full"
-    kind = "bias" if bias_of(p)[0] else "map" if mapped(p) else bounded
+    kinds = ["", "bias" if bias_of(p)[0] else "map" if mapped(p) else bounded]
+    if p.form == "varlen" and kinds[1] == "full":
+        kinds.append("packed")
     for line in TABLE:
-        fits = p.head_dim <= line.head_dim and p.head_dim_v <= line.head_dim_v and p.seq_kv >= line.keys
-        if fits and line.kind in ("", kind):
+        fits = p.head_dim <= line.head_dim and p.head_dim_v <= line.head_dim_v
+        if fits and p.seq_kv >= line.keys and p.seq_q >= line.rows and line.kind in kinds:
             plan = Plan(NAME, "q_outer", line.tile_q, line.tile_kv, warps=line.tile_q // 16 + 4, stages=line.stages)
             return stream_k(p, split_over(p, plan, units), units)
     raise ValueError(f"head_dim, head_dim_v: were {p.head_dim}, {p.head_dim_v}, must be at most 256")

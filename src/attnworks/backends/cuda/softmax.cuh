@@ -17,8 +17,14 @@ template <bool FIRST, int N> DEV void softmax(float (&S)[N], Rows& rows, float f
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float x = S[2 * r], y = S[2 * r + 1];
+    float x2 = x, y2 = y;
 #pragma unroll
-    for (int i = 1; i < N / 4; i++) x = fmaxf(x, S[4 * i + 2 * r]), y = fmaxf(y, S[4 * i + 2 * r + 1]);
+    for (int i = 1; i < N / 4; i++) {
+      const bool second = MAX_CHAINS == 2 && i % 2;
+      (second ? x2 : x) = fmaxf(second ? x2 : x, S[4 * i + 2 * r]);
+      (second ? y2 : y) = fmaxf(second ? y2 : y, S[4 * i + 2 * r + 1]);
+    }
+    if (MAX_CHAINS == 2) x = fmaxf(x, x2), y = fmaxf(y, y2);
     x = fmaxf(x, y);
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     now[r] = fmaxf(x, __shfl_xor_sync(~0u, x, 2)) * factor;
@@ -38,8 +44,10 @@ template <bool FIRST, int N> DEV void softmax(float (&S)[N], Rows& rows, float f
     for (int i = 0; i < N / 4; i++) {
       float &x = S[4 * i + 2 * r], &y = S[4 * i + 2 * r + 1];
       x = exp2_fast(x * factor - shift), y = exp2_fast(y * factor - shift);
-      even += x, odd += y;
+      if (!SUM_LATER) even += x, odd += y;
     }
+#pragma unroll
+    for (int i = 0; SUM_LATER && i < N / 4; i++) even += S[4 * i + 2 * r], odd += S[4 * i + 2 * r + 1];
     rows.sum[r] = (FIRST ? 0.f : rows.sum[r]) + (even + odd);
   }
 }
