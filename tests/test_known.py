@@ -211,10 +211,19 @@ def test_another_torchs_guard_is_left_alone(monkeypatch):
     assert not known.CALLS
 
 
-@pytest.mark.parametrize("empty", [memory.empty_cpu, memory._by_the_dispatcher("cpu")])
-def test_memory_has_the_shape_strides_and_dtype_asked_for(empty):
-    made = empty((2, 3), (1, 2), torch.bfloat16)
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("private", [True, False])
+def test_memory_has_the_shape_strides_and_dtype_asked_for(private, filled, monkeypatch):
+    if not private:
+        monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    empty = memory._empty_on("cpu")
+    torch.use_deterministic_algorithms(filled)
+    try:
+        made = empty((2, 3), (1, 2), torch.bfloat16)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert (made.shape, made.stride(), made.dtype, made.device.type) == ((2, 3), (1, 2), torch.bfloat16, "cpu")
+    assert not filled or made.isnan().all(), "torch fills fresh memory then"
 
 
 @needs_native

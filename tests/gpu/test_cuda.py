@@ -116,6 +116,46 @@ def test_a_fused_buffer_is_read_in_place():
     assert torch.equal(out.transpose(1, 2), expected)
 
 
+# Those that long sequences get, which the conformance cases are too short for, and some that nobody gets.
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize(("plan", "dim"), [((192, 80, 3), 128), ((192, 96, 3), 96), ((192, 96, 3), 80)])
+@pytest.mark.parametrize("mask", [None, Causal(), Causal("top-left")], ids=["full", "causal", "top-left"])
+@pytest.mark.parametrize("sizes", [(1, 1), (700, 1000), (192, 80), (193, 81), (1000, 300)])
+def test_tiles_of_long_sequences(plan, dim, mask, sizes, packed):
+    tile_q, tile_kv, stages = plan
+    chosen = Plan("cuda", "q_outer", tile_q, tile_kv, warps=tile_q // 16 + 4, stages=stages)
+    q, k, v = randn(2, 4, sizes[0], dim), randn(2, 2, sizes[1], dim), randn(2, 2, sizes[1], dim)
+    wanted, wanted_lse = attention(q, k, v, mask=mask, return_lse=True, backend="triton")
+    if packed:
+        ends = [torch.tensor([0, n, 2 * n], device="cuda", dtype=torch.int32) for n in sizes]
+        rows = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+        lengths = {
+            "cu_seqlens_q": ends[0],
+            "cu_seqlens_kv": ends[1],
+            "max_seqlen_q": sizes[0],
+            "max_seqlen_kv": sizes[1],
+        }
+        out, lse = attention_varlen(*rows, **lengths, mask=mask, return_lse=True, plan=chosen)
+        out, lse = out.unflatten(0, (2, -1)).transpose(1, 2), lse.unflatten(1, (2, -1)).transpose(0, 1)
+    else:
+        out, lse = attention(q, k, v, mask=mask, return_lse=True, plan=chosen)
+    assert_close(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mask", [None, Causal()], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [96, 128])
+def test_the_table_s_tiles_where_they_change(dim, mask):
+    for seq in (4095, 6145, 8192):
+        q, k, v = randn(1, 2, seq, dim), randn(1, 1, seq, dim), randn(1, 1, seq, dim)
+        wanted = attention(q, k, v, mask=mask, backend="triton")
+        assert_close(attention(q, k, v, mask=mask, backend="cuda"), wanted)
+        ends = torch.tensor([0, seq], device="cuda", dtype=torch.int32)
+        rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+        packed = attention_varlen(*rows, cu_seqlens_q=ends, cu_seqlens_kv=ends, mask=mask, backend="cuda")
+        assert_close(packed.transpose(0, 1)[None], wanted)
+
+
 @pytest.mark.parametrize("plan", [(128, 96, 2), (128, 64, 4), (192, 64, 2)])
 def test_another_plan(plan):
     tile_q, tile_kv, stages = plan
