@@ -15,11 +15,25 @@ PACKAGE = Path(attnworks.__file__).parent
 # A module may import its own layer's predecessors and, inside a layer, those named before it. Anything not listed here
 # fails, so that a new module gets its place on purpose.
 LAYERS: list[tuple[str, ...]] = [
-    ("errors", "expressions", "masks", "scores", "modifiers", "tilemap", "problem", "cache", "merge", "hardware"),
+    (
+        "errors",
+        "expressions",
+        "masks",
+        "scores",
+        "modifiers",
+        "tilemap",
+        "problem",
+        "cache",
+        "merge",
+        "hardware",
+        "memory",
+        "watchers",
+    ),
     ("traffic", "plan", "tuned"),
     ("backends",),
     ("dispatch",),
     ("autograd",),
+    ("known",),
     ("prepared",),
     ("calls",),
     ("specs", "ops"),
