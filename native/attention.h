@@ -158,7 +158,8 @@ struct DecodeProblem {
 };
 
 // Decode goes over the keys in blocks, so that K and V of one and what is fetched ahead stay in half of an L2 (512 KiB on Zen 3, shared with
-// whatever runs on the core's other thread): at least DECODE_BLOCK_KEYS keys of all heads of a task, which is what bounds those.
+// whatever runs on the core's other thread): at least DECODE_BLOCK_KEYS keys of all heads of a task, which is what bounds those. Where
+// vectors are of 64 bytes L2s have 1 MiB and more: four times as much (decode.h).
 constexpr int64_t DECODE_BLOCK_BYTES = 128 << 10, DECODE_BLOCK_KEYS = 16;
 // Of one head it fetches so much ahead: to compute with it takes several times as long as memory takes to answer; and where it is fetched
 // into L1 (prefetch_early), two of these and q and acc of a few rows fit 32 KiB.
