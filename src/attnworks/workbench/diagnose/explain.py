@@ -54,6 +54,7 @@ def _cause(found: Diagnosis) -> list[str]:
             "Everywhere, that fault would show in more than is wrong: look for the path, the branch or the "
             "instance that only the failing calls, rows or heads take."
         )
+        lines += [f"Of the calls in which it would show, this one {one}." for one in found.conditions]
     if first.second_fault:
         lines.append(
             f"A second fault is likely: {first.left} of these {first.explained} differ from that fault's by more than "

@@ -40,6 +40,17 @@ FEATURES: dict[str, Feature] = {
     "with a sink": _has(SinkRule, "scores"),
     "with grouped heads": lambda case: case.heads_q != case.heads_kv,
     "with more than one sequence": lambda case: len(case.sequences) > 1,
+    "with an open end of a window": lambda case: any(
+        isinstance(m, Window) and None in (m.left, m.right) for m in case.mask
+    ),
+    "with groups of heads that are no power of 2": lambda case: bool(
+        case.heads_kv and (case.heads_q // case.heads_kv) & (case.heads_q // case.heads_kv - 1)
+    ),
+    "with several queries": lambda case: case.seq_q > 1,
+    "with a sequence without keys": lambda case: any(not kv for _, kv in case.sequences),
+    "with a sequence without queries": lambda case: any(not q for q, _ in case.sequences),
+    "with sequences of different lengths": lambda case: len(set(case.sequences)) > 1,
+    "with more queries than keys": lambda case: any(q > kv for q, kv in case.sequences),
     "with rows that see no key": lambda case: (
         (any(q > kv for q, kv in case.sequences) and case.mask == (Causal(),))
         or any(isinstance(m, BooleanRule) and m.empty_row for m in case.mask)
@@ -75,10 +86,13 @@ def on_which(benches: Sequence[Bench], seen: Sequence[Observation]) -> list[str]
     ran = [(b.probe.case, s) for b, s in zip(benches, seen, strict=True) if not s.refused]
     failing = [case for case, s in ran if s.failed]
     passing = [case for case, s in ran if not s.failed]
-    if not failing:
+    return told_apart(failing, passing) if passing or not failing else [f"fails on all {len(failing)} probes"]
+
+
+def told_apart(failing: list[Case], passing: list[Case]) -> list[str]:
+    """What failing cases share that passing ones lack."""
+    if not failing or not passing:
         return []
-    if not passing:
-        return [f"fails on all {len(failing)} probes"]
     exact: list[str] = []
     shared: list[str] = []
     for name, feature in FEATURES.items():
@@ -87,8 +101,18 @@ def on_which(benches: Sequence[Bench], seen: Sequence[Observation]) -> list[str]
     every = [n for n, feature in FEATURES.items() if not any(map(feature, passing)) and any(map(feature, failing))]
     if exact:
         return [f"fails exactly {exact[0]}"] + [f"that is also {name}" for name in exact[1:3]]
+    if both := _together(shared, passing):
+        return [both]
     said = [f"fails only {name}" for name in shared[:3]] + _from_a_length_on(failing, passing)
     return said or [f"always fails {name}" for name in every[:2]]
+
+
+def _together(shared: Sequence[str], passing: Sequence[Case]) -> str:
+    """The first two features that all failing cases have and no passing one has both of."""
+    pairs = ((a, b) for n, a in enumerate(shared) for b in shared[n + 1 :])
+    apart = (pair for pair in pairs if not any(FEATURES[pair[0]](c) and FEATURES[pair[1]](c) for c in passing))
+    found = next(apart, None)
+    return "" if found is None else f"fails exactly {found[0]} that are also {found[1]}"
 
 
 def _from_a_length_on(failing: list[Case], passing: list[Case]) -> list[str]:

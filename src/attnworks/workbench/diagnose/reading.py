@@ -1,4 +1,4 @@
-"""What a kernel does, read from its answers: the numbers in faults that have one (``faults.NUMBERS``).
+"""What a kernel does, read from its answers: the numbers in faults that have one (``ways.NUMBERS``).
 
 With values that are a piece of the identity the output is the weights themselves (``patterns.weights``). Their
 logarithms, against the right scores, tell what S was multiplied by and how much of ALiBi or of a bias was added; the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -26,23 +27,69 @@ MOST_READ = 4  # probes
 FITS = 1e-3  # what may be left of a fit, of logarithms or relative
 VISIBLE = 1e-6  # a smaller weight may be rounding
 USUAL = 0.9  # of the rows, for a shift to be one of all
+PADDED = (1, 8, 16, 32, 64, 128)  # multiples that lengths may be rounded up to
 _GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}
 
 
 def numbers(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]) -> list[Variant]:
     """Faults with the numbers that a subject's answers show."""
     found: dict[Variant, None] = {}
+    lasts: dict[str, int] = {}  # by probe, how many keys causal shows too many
     read = 0
     for bench, s in zip(benches, seen, strict=True):
         if not s.answers:
             continue
-        found |= dict.fromkeys(_factors(bench, s))
+        found |= dict.fromkeys((*_factors(bench, s), *_unstored(bench, s)))
         case = bench.probe.case
         plain = case.form == "dense" and case.dtype == torch.float32 and case.generator == "normal"
         if plain and s.answers["out"].failed and read < MOST_READ:
             read += 1
-            found |= dict.fromkeys(_of_weights(subject, replace(case, gradients=False)))
+            of_weights = list(_of_weights(subject, replace(case, gradients=False)))
+            found |= dict.fromkeys(of_weights)
+            for v in of_weights:
+                if v.fault == "causal further by a number" and v.value is not None:
+                    lasts[bench.probe.name] = round(v.value)
+    found |= dict.fromkeys(_padded(benches, seen, lasts))
     return list(found)
+
+
+def _padded(benches: Sequence[Bench], seen: Sequence[Observation], lasts: dict[str, int]) -> Iterator[Variant]:
+    """Lengths rounded up to a multiple that causal may count from: those that give every shift that was read, and none
+    where the output is right."""
+    causal = (Causal(),)
+    known = [
+        (bench.probe.case, lasts.get(bench.probe.name, 0))
+        for bench, s in zip(benches, seen, strict=True)
+        if bench.probe.case.form == "dense" and bench.probe.case.mask == causal and s.answers
+        and (bench.probe.name in lasts or not s.answers["out"].failed)
+    ]  # fmt: skip
+    if not any(shift for _, shift in known):
+        return
+    for step_kv, step_q in product(PADDED, PADDED):
+        off = [-case.seq_kv % step_kv - -case.seq_q % step_q for case, _ in known]
+        if off == [shift for _, shift in known]:
+            yield Variant("causal from other lengths", way=4, value=1000.0 * step_kv + step_q)
+            return
+
+
+def _unstored(bench: Bench, seen: Observation) -> Iterator[Variant]:
+    """Of every few rows the last ones, where these hold one number and no others are wrong."""
+    parts, wanted = seen.answers["out"].parts, bench.truths["out"].standard
+    if not seen.answers["out"].failed or not parts or parts[0].shape != wanted.want[0].shape or parts[0].dim() != 3:
+        return
+    got = parts[0].detach().double()
+    error = (got - wanted.want[0]).abs()
+    bad = ((error > wanted.elementwise[0]) | error.isnan()).any(-1)
+    rows = bad.any(0)
+    held = got[bad]
+    if not bool(rows.any()) or not bool((bad == rows).all()) or not bool(((held == held[0, 0]) | held.isnan()).all()):
+        return
+    places = torch.arange(len(rows))
+    for period in range(2, len(rows) // 2):
+        first = int((places[rows] % period).min())
+        if first and bool((rows == (places % period >= first)).all()):
+            yield Variant("tail rows unwritten", way=3, value=1000.0 * period + first)
+            return
 
 
 def _factors(bench: Bench, seen: Observation) -> Iterator[Variant]:
