@@ -17,6 +17,7 @@ from torch import Tensor
 from attnworks.masks import AllOf, Causal, Window
 from attnworks.scores import ALiBi, Bias, Sink, Softcap
 from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_first
+from attnworks.workbench.causal_tiles import by_tile, loop_end
 from attnworks.workbench.mask_tiles import mirrored, without_skipped
 from attnworks.workbench.windows import ends
 
@@ -301,7 +302,7 @@ class Modifiers:
             shift = 0
         if causal and has("causal further by a number"):
             shift += round(self.value)
-        if causal and mask.align == "bottom-right" and way == 4 and has("causal from other lengths"):  # padded ones
+        if causal and mask.align == "bottom-right" and has("causal from other lengths") and way == 4:  # padded ones
             step_kv, step_q = divmod(round(self.value), 1000)
             shift = -(-self.seq_kv // step_kv) * step_kv - -(-self.seq_q // step_q) * step_q
         if backward and has("mask from the top left in backward"):
@@ -327,9 +328,9 @@ class Modifiers:
         if causal:
             off = -1 if has("causal hides itself") else 1 if has("causal shows the next") else 0
             if has("causal by tile"):
-                return self._by_tile(origin, j)
+                return by_tile(origin, j, self.tile_kv, self.addresses.way, round(self.value))
             if has("diagonal tile skipped"):
-                return (j <= origin) & (j < self._loop_end(origin))
+                return (j <= origin) & (j < loop_end(origin, self.tile_kv, self.addresses.way))
             if has("causal upside down"):
                 return j >= origin
             return j <= origin + off
@@ -360,33 +361,6 @@ class Modifiers:
         if right is not None and not has("window without right end"):
             shown = shown & (j <= origin + right + further)
         return shown
-
-    def _by_tile(self, origin: Tensor, j: Tensor) -> Tensor:
-        """Causal whose mask is missing in tiles that the diagonal crosses: in all; in all but that with the number of
-        the row's own tile; in all but the last one of a block of two or four tiles' rows."""
-        tile, way = self.tile_kv, self.addresses.way
-        if not way:
-            return origin // tile >= j // tile
-        rows = torch.arange(origin.shape[1]).view(1, -1, 1)
-        size = (1, 2, 4)[way - 1] * tile
-        last = (origin - rows + ((rows // size + 1) * size).clamp(max=origin.shape[1]) - 1) // tile
-        masked = rows // tile if way == 1 else last
-        return (j // tile <= last) & ((j // tile != masked) | (j <= origin))
-
-    def _loop_end(self, origin: Tensor) -> Tensor:
-        """Where a causal loop over keys ends for each row that ends too early: at the tile that holds the diagonal; at
-        the last whole tile before a block's end; a tile later for each block of rows twice as long; or where it would
-        with as many keys as queries."""
-        tile, way = self.tile_kv, self.addresses.way
-        rows = torch.arange(origin.shape[1]).view(1, -1, 1)
-        if way == 0:
-            return torch.where(origin < tile, tile, origin // tile * tile)
-        if way == 1:
-            block = (rows // (2 * tile) + 1) * 2 * tile
-            return (origin - rows + block.clamp(max=origin.shape[1])) // tile * tile
-        if way == 2:
-            return (rows // (2 * tile) + 1) * tile
-        return (rows // tile + 1) * tile
 
 
 def kept_channels(channels: int, way: int) -> int:

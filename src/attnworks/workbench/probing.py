@@ -134,8 +134,10 @@ def _try(subject: Guarded, case: Case, what: str, refused: dict[str, str]) -> Li
 def _refuses_none_of(subject: Guarded, base: Case, kind: str, gradients: bool, refused: dict[str, str]) -> bool:
     """Whether it raises, forward or backward, where a problem of the base's form has none of something."""
     case = replace(base, name=f"probe: no {kind}", gradients=gradients)
+    if kind == "batch" and base.form != "dense":  # no sequences at all are nothing that is packed or cached
+        return False
     if kind == "batch":
-        case = replace(case, batch=0, lengths=())
+        case = replace(case, batch=0)
     elif kind == "heads":
         case = replace(case, heads_q=0, heads_kv=0)
     else:

@@ -162,7 +162,7 @@ WAYS = {
     "correction rounded": 1,
     "bias gradient in another place": 1,
     "sum of part of the keys": 3,
-    "causal by tile": 3,
+    "causal by tile": 4,
 }
 
 # The number in a fault that has one, where none is given; "diagnose" reads it from a kernel's answers (``reading.py``).
@@ -175,6 +175,7 @@ NUMBERS = {
     "bias scaled": 0.8,
     "causal further by a number": 2.0,
     "window of another size": 2.0,
+    "causal by tile": 4.0,  # rows that have one bound
     "causal from other lengths": 64_001.0,  # keys padded to 64, queries to 1
     "tail rows unwritten": 3_002.0,  # of 3 rows what comes after 2
 }

@@ -3,6 +3,7 @@ sequence. It is read from the rows themselves, whatever fault put it there."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,27 @@ def in_rows(benches: Sequence[Bench], seen: Sequence[Observation]) -> list[Readi
                 continue
             if reading := _of_tensor(name, bench.truths[name], answer):
                 found[name] = Reading(f"{name} {reading.said} ({bench.probe.name})", reading.faults)
+        if "lse" not in found and "lse" in s.answers and _lse_of_others(bench, s):
+            said = f"the LSE holds the right numbers of other rows ({bench.probe.name})"
+            found["lse"] = Reading(said, ("lse of another row",))
     return list(found.values())
+
+
+def _lse_of_others(bench: Bench, seen: Observation) -> bool:
+    """Whether the output is right and wrong numbers of the LSE are those of other rows."""
+    truth, answer = bench.truths["lse"], seen.answers["lse"]
+    if seen.answers["out"].failed or not answer.failed or not answer.parts:
+        return False
+    got, want = (torch.cat([x.detach().double().flatten() for x in parts]) for parts in
+                 (answer.parts, truth.standard.want))  # fmt: skip
+    if got.shape != want.shape:
+        return False
+    wrong = ((got - want).abs() > truth.budget) & got.isfinite()
+    looked_up, known = got[wrong][:MOST_ROWS], want[want.isfinite()]
+    if len(looked_up) < 2 * LEAST_ROWS or float(known.std()) < 1e-2 or len(set(looked_up.tolist())) < 2 * LEAST_ROWS:
+        return False
+    least = (looked_up[:, None] - known).abs().min(1).values
+    return float((least < 1e-5 * looked_up.abs().clamp_min(1e-3)).double().mean()) >= USUAL
 
 
 def _of_tensor(name: str, truth: Truth, answer: Answer) -> Reading | None:
@@ -120,8 +141,8 @@ def _of_others(name: str, got: Tensor, want: Tensor, wrong: Tensor, places: Tens
     if not axes:
         return None
     words = " and ".join(("sequence", "head", "row")[axis] for axis in axes)
-    steps = set(map(tuple, moves[:, axes].tolist()))
-    by = f", {', '.join(f'{n:+d}' for n in min(steps))} away" if len(steps) == 1 else ""
+    step, count = Counter(map(tuple, moves[:, axes].tolist())).most_common(1)[0]
+    by = f", {', '.join(f'{n:+d}' for n in step)} away" if count > USUAL * len(moves) else ""
     return Reading(f"holds what belongs to another {words}{by}", _named(name, axes))
 
 

@@ -246,15 +246,15 @@ class _Identity:
         return inputs.gather(subject(inputs)[0].detach())
 
 
-def weights(subject: Subject, case: Case) -> tuple[Tensor, Tensor]:
-    """What a subject multiplies V by in the first sequence of a dense case, and the right weights: both
-    (heads_q, seq_q, seq_kv), fp64."""
-    columns = [_Identity(case, a)(subject)[0] for a in range(0, case.seq_kv, case.head_dim_v)]
-    got = torch.cat(columns, -1)[..., : case.seq_kv].double()
+def weights(subject: Subject, case: Case, sequence: int = 0) -> tuple[Tensor, Tensor]:
+    """What a subject multiplies V by in one sequence, and the right weights: both (heads_q, seq_q, seq_kv), fp64."""
+    seq_kv = case.sequences[sequence][1]
+    columns = [_Identity(case, a)(subject)[sequence] for a in range(0, seq_kv, case.head_dim_v)]
+    got = torch.cat(columns, -1)[..., :seq_kv].double()
     inputs = case.build()
-    part, group = inputs.values[0], case.heads_q // case.heads_kv
-    scored = score(inputs, 0, part.q.double(), part.k.double().repeat_interleave(group, 0))
-    return got, softmax(scored.scores)[0][..., : case.seq_kv]
+    part, group = inputs.values[sequence], case.heads_q // case.heads_kv
+    scored = score(inputs, sequence, part.q.double(), part.k.double().repeat_interleave(group, 0))
+    return got, softmax(scored.scores)[0][..., :seq_kv]
 
 
 def in_weights(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]) -> list[str]:

@@ -1,8 +1,9 @@
-"""Which step of a backward, or of the LSE, is wrong, read from the answers: whatever the fault is.
+"""Which step is wrong, of a backward, of the LSE or of the softmax's sum, read from the answers, whatever the fault is.
 
 Forward right, gradients wrong: with dO a piece of the identity dV is the transposed P that backward works with, so that
 its mask and the LSE that it subtracts can be read. A wrong delta moves each row of dQ along scale · P K and nowhere
-else. An LSE that is wrong alone is compared with the numbers that a row has beside it.
+else. Where rows of the output are right but for a factor, the LSE says whether it is in the sum. An LSE that is wrong
+alone is compared with the numbers that a row has beside it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,25 @@ from attnworks.workbench.subjects import Declined, Subject
 
 EXACT = 3e-3  # what may be left of a fit, relative
 CLEAR = 1e-4  # a smaller weight may be rounding
+_SUM = (
+    "one added to the sum",
+    "sum of other rows",
+    "state of the rows before",
+    "sum of part of the keys",
+    "a tile missing in the sum",
+    "sum not rescaled",
+    "sum overwritten by each tile",
+    "sum in low precision",
+    "tail keys unmasked",
+)
+_DIVISION = (
+    "not divided by the sum",
+    "splits summed",
+    "splits averaged",
+    "splits merged by another weight",
+    "masked after softmax",
+    "output of another size",
+)
 _LSE = (
     "lse of the other base in backward",
     "lse without the sink in backward",
@@ -58,6 +78,8 @@ def read(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]
     found: dict[str, Reading] = {}
     for bench, s in zip(benches, seen, strict=True):
         case = bench.probe.case
+        if s.answers and s.answers["out"].failed and "sums" not in found and not case.scores:
+            _keep(found, "sums", _sums(bench, s), bench)
         if not s.answers or s.answers["out"].failed or case.form != "dense" or case.dtype != torch.float32:
             continue
         if "lse" in s.answers and s.answers["lse"].failed and "lse" not in found:
@@ -74,6 +96,39 @@ def read(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]
 def _keep(found: dict[str, Reading], stage: str, reading: Reading | None, bench: Bench) -> None:
     if reading is not None:
         found[stage] = Reading(f"{reading.said} ({bench.probe.name})", reading.faults)
+
+
+# ---- rows that are right but for a factor ----------------------------------------------------------------------------
+
+
+def _sums(bench: Bench, seen: Observation) -> Reading | None:
+    truth, answer = bench.truths["out"].standard, seen.answers["out"]
+    if bench.probe.case.dtype != torch.float32 or [x.shape for x in answer.parts] != [x.shape for x in truth.want]:
+        return None
+    got, want = (torch.cat([x.double().flatten(0, 1) for x in parts]) for parts in (answer.parts, truth.want))
+    if want.shape[-1] < 8:
+        return None
+    size = (want * want).sum(-1)
+    factor = (got * want).sum(-1) / size.clamp_min(1e-30)
+    clear = size > 1e-9
+    rest = (got - factor[:, None] * want).norm(dim=-1)
+    if not bool(got.isfinite().all()) or bool((rest > EXACT * got.norm(dim=-1).clamp_min(1e-9))[clear].any()):
+        return None
+    factor = factor[clear]
+    if float(factor.min()) <= 0 or float(factor.std()) < EXACT:
+        return None
+    said = f"rows of the output are right but for a factor of their own, {float(factor.min()):.3g} … "
+    said += f"{float(factor.max()):.3g}"
+    if "lse" not in seen.answers or not seen.answers["lse"].parts:
+        return Reading(said, ())
+    lse = bench.truths["lse"].standard
+    off = torch.cat([(a.double() - b).flatten() for a, b in zip(seen.answers["lse"].parts, lse.want, strict=True)])
+    off = off[clear]
+    if float((off + factor.log()).abs().max()) < 10 * EXACT:
+        return Reading(f"{said}, and so is the LSE: the sum is wrong", _SUM)
+    if float(off.abs().max()) < EXACT:
+        return Reading(f"{said}, the LSE is right: what is divided, or what it is divided by in the end", _DIVISION)
+    return Reading(said, ())
 
 
 # ---- P in backward ---------------------------------------------------------------------------------------------------
