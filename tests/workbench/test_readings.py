@@ -7,7 +7,17 @@ import torch
 
 from attnworks.masks import Causal, Window
 from attnworks.workbench.cases import Case
-from attnworks.workbench.diagnose import Candidate, _read_first, bounds, diagnose, moved, patterns, reading, stages
+from attnworks.workbench.diagnose import (
+    Candidate,
+    _read_first,
+    bounds,
+    diagnose,
+    moved,
+    operands,
+    patterns,
+    reading,
+    stages,
+)
 from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.nearest import Corpus
 from attnworks.workbench.diagnose.probes import probes
@@ -43,6 +53,34 @@ def test_what_stands_in_wrong_rows(fault: str, way: int, words: str) -> None:
     found = moved.in_rows(corpus.benches, corpus.observe(subject))
     assert words in _said(found)
     assert fault in found[0].faults
+
+
+@pytest.mark.parametrize(
+    ("fault", "way", "probe", "words"),
+    [
+        ("KV head by remainder", 0, "6 heads on 3", "head 1 reads KV head 1; head 2 reads KV head 2"),
+        ("K and V heads differ", 3, "6 heads on 3", "head 2 reads K of KV head 1, V of 0"),
+        ("K and V of sequence 0", 1, "lengths apart", "head 0 of sequence 0 reads KV head 0 of sequence 1"),
+        ("batch and heads mixed", 0, "6 heads on 3", "of sequence"),
+    ],
+)
+def test_which_keys_and_values_a_head_reads(fault: str, way: int, probe: str, words: str) -> None:
+    corpus = _corpus(probe)
+    (found,) = operands.sources(corpus.benches, corpus.observe(Mutant(fault, way=way)))
+    assert words in found.said
+    assert fault in found.faults
+
+
+def test_no_keys_are_read_off_what_is_wrong_otherwise() -> None:
+    corpus = _corpus("6 heads on 3", "square")
+    assert operands.sources(corpus.benches, corpus.observe(Mutant("scale twice"))) == []
+    assert operands.sources(corpus.benches, corpus.observe(Mutant())) == []
+
+
+def test_keys_without_weight_are_found_in_caches_too() -> None:
+    corpus, subject = _corpus("cache"), Mutant("last key dropped")
+    found = patterns.in_weights(subject, corpus.benches, corpus.observe(subject))
+    assert found[0] == "keys 199 of 200 get no weight in any row (cache, sequence 1)"
 
 
 @pytest.mark.parametrize(

@@ -258,13 +258,21 @@ def weights(subject: Subject, case: Case, sequence: int = 0) -> tuple[Tensor, Te
 
 
 def in_weights(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]) -> list[str]:
-    """Which keys get wrong weights, on the first failing dense probes that tell."""
+    """Which keys get wrong weights, on the first failing probes that tell."""
     for bench, s in zip(benches, seen, strict=True):
         if not _readable(bench, s):
             continue
-        got, want = weights(subject, replace(bench.probe.case, gradients=False))
-        if said := _about_weights(got, want):
-            return [f"{what} ({bench.probe.name})" for what in said]
+        case = bench.probe.case
+        longest_first = sorted(range(len(case.sequences)), key=lambda n: -case.sequences[n][0] * case.sequences[n][1])
+        for n in longest_first:
+            if not min(case.sequences[n]):
+                break
+            got, want = weights(subject, replace(case, gradients=False), n)
+            if said := _about_weights(got, want):
+                of = "" if case.form == "dense" else f", sequence {n}"
+                return [f"{what} ({bench.probe.name}{of})" for what in said]
+            if case.form == "dense":
+                break
     return []
 
 
@@ -320,7 +328,7 @@ def _jumps(steps: Tensor) -> list[int]:
 def tile_size(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]) -> int:
     """The tile of keys that a subject's wrong weights show by changing in steps; 0 where they do not."""
     for bench, s in zip(benches, seen, strict=True):
-        if _readable(bench, s):
+        if bench.probe.case.form == "dense" and _readable(bench, s):
             got, want = weights(subject, replace(bench.probe.case, gradients=False))
             ratio = torch.where(want > 1e-7, got / want.clamp_min(1e-30), torch.nan).flatten(0, 1)
             where = _jumps((ratio[:, 1:] / ratio[:, :-1] - 1).abs())
@@ -331,5 +339,6 @@ def tile_size(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observa
 
 def _readable(bench: Bench, seen: Observation) -> bool:
     case = bench.probe.case
-    plain = case.form == "dense" and case.dtype == torch.float32 and case.generator in ("normal", "rising maximum")
+    kept = case.new_keys == 0 and case.cache_dtype is None and not bench.long  # V is what the call gives
+    plain = kept and case.dtype == torch.float32 and case.generator in ("normal", "rising maximum")
     return plain and bool(seen.answers) and seen.answers["out"].failed
