@@ -18,6 +18,7 @@ from attnworks.workbench.diagnose import (
     reading,
     stages,
 )
+from attnworks.workbench.diagnose.explain import explain
 from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.nearest import Corpus
 from attnworks.workbench.diagnose.probes import probes
@@ -188,3 +189,32 @@ def test_a_reading_comes_first_only_where_nothing_is_near() -> None:
     assert (first.fault, first.distance, second) == ("c", 0.4, far)
     assert _read_first([far], [Reading("", ())]) == [far]
     assert _read_first([far], read)[0].fault == "c"
+
+
+@pytest.mark.parametrize(
+    ("subject", "words"),
+    [
+        (
+            Mutant("lse of shifted scores"),
+            "The output is right, the LSE is wrong in every call: the LSE alone is wrong: -1 times",
+        ),
+        (
+            Mutant("one added to the sum"),
+            "The output is wrong, the LSE with it, in every call: rows of the output are right",
+        ),
+        (
+            Mutant("KV head by remainder"),
+            "The output is wrong, the LSE with it, exactly with grouped heads: head 1 reads",
+        ),
+        (
+            Mutant("delta missing"),
+            "The output is right, dQ and dK are wrong in every call: dQ is off as by another delta",
+        ),
+    ],
+)
+def test_a_sentence_says_which_when_and_what(subject: Mutant, words: str) -> None:
+    corpus = _corpus("square", "8 heads on 2", "head_dim 40")
+    found = diagnose(subject, corpus=corpus)
+    assert found.sentence.startswith(words)
+    assert found.sentence in dict(explain(found))["what is seen"]
+    assert found.to_json()["sentence"] == found.sentence

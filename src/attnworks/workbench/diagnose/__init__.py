@@ -17,6 +17,7 @@ from attnworks.workbench.diagnose.answers import FAR
 from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.nearest import Candidate, Corpus, Progress
 from attnworks.workbench.diagnose.probes import Observation, Probe
+from attnworks.workbench.diagnose.sentence import sentence
 from attnworks.workbench.diagnose.shrink import shrink
 from attnworks.workbench.subjects import Subject
 from attnworks.workbench.verify import Result, fresh_memory_poisoned, verify
@@ -42,9 +43,9 @@ BY_CHECK = {
 @dataclass
 class Diagnosis:
     """What was found. ``candidates``: known faults, the nearest first; ``failing``: names of the probes that fail;
-    ``refused``: how many were not run; ``conditions``: of the calls in which the first candidate would show, what those
-    share that are wrong; ``smallest``: a problem that still fails in the same way; ``checks``: what only checks of
-    ``verify`` see, where no probe fails."""
+    ``refused``: how many were not run; ``sentence``: what is wrong, whatever the fault; ``conditions``: of the calls in
+    which the first candidate would show, what those share that are wrong; ``smallest``: a problem that still fails in
+    the same way; ``checks``: what only checks of ``verify`` see, where no probe fails."""
 
     subject: str
     failing: list[str] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Diagnosis:
     refused: int = 0
     candidates: list[Candidate] = field(default_factory=list)
     patterns: list[str] = field(default_factory=list)
+    sentence: str = ""
     conditions: list[str] = field(default_factory=list)
     smallest: Probe | None = None
     checks: list[str] = field(default_factory=list)
@@ -83,6 +85,7 @@ class Diagnosis:
             "raised": self.raised,
             "certainty": self.certainty,
             "candidates": [vars(candidate) for candidate in self.candidates[:5]],
+            "sentence": self.sentence,
             "conditions": self.conditions,
             "patterns": self.patterns,
             "checks": self.checks,
@@ -154,8 +157,9 @@ def _explained(subject: Subject, corpus: Corpus, seen: Sequence[Observation], pr
     if found.candidates and found.candidates[0].narrowed:
         found.conditions = patterns.told_apart(*corpus.shown(found.candidates[0].fault, seen))
     found.candidates = _read_first(found.candidates, readings)
-    found.patterns = patterns.on_which(corpus.benches, seen) + patterns.in_tensors(corpus.benches, seen)
-    found.patterns += patterns.in_weights(subject, corpus.benches, seen) + [one.said for one in readings]
+    when, weights = patterns.on_which(corpus.benches, seen), patterns.in_weights(subject, corpus.benches, seen)
+    found.sentence = sentence(seen, when, readings, weights)
+    found.patterns = when + patterns.in_tensors(corpus.benches, seen) + weights + [one.said for one in readings]
     first = next(b.probe for b, s in named if s.failed and (not s.raised or not found.failing))
     if progress:
         progress("shrinking", 0, 0)

@@ -24,6 +24,7 @@ def explain(found: Diagnosis) -> list[tuple[str, list[str]]]:
 
 def _symptoms(found: Diagnosis) -> list[str]:
     lines = [f"wrong on {len(found.failing)} of the {found.asked} probes that it ran"]
+    lines += [found.sentence] if found.sentence else []
     if found.raised:
         name, error = next(iter(found.raised.items()))
         lines.append(f"raises on {len(found.raised)} probes, first on {name!r}: {error[:200]}")
@@ -32,7 +33,7 @@ def _symptoms(found: Diagnosis) -> list[str]:
 
 def _cause(found: Diagnosis) -> list[str]:
     if not found.certainty:
-        lines = ["None of the known faults: nothing comes near enough to be named."]
+        lines = ["None of the known faults: nothing comes near enough to be named. What can be said of it is above."]
         if found.candidates:
             near = ", ".join(f"{c.fault!r} ({c.distance:.2f})" for c in found.candidates[:2])
             lines.append(f"Least far (0 is the same, 1 has nothing in common): {near}.")
