@@ -17,8 +17,9 @@ from attnworks.workbench.diagnose import (
     patterns,
     reading,
     stages,
+    tags,
 )
-from attnworks.workbench.diagnose.explain import explain
+from attnworks.workbench.diagnose.explain import _number, explain
 from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.nearest import Corpus
 from attnworks.workbench.diagnose.probes import probes
@@ -31,6 +32,16 @@ def _corpus(*names: str) -> Corpus:
     found = Corpus([probe for probe in probes() if probe.name in names])
     assert len(found.benches) == len(names)
     return found
+
+
+class LaterLSE(Mutant):
+    """Does not write the LSE from row 40 on."""
+
+    def __call__(self, inputs, **options):  # type: ignore[no-untyped-def]
+        out, lse = super().__call__(inputs, **options)
+        lse = lse.clone()
+        lse[..., 40:] = 0
+        return out, lse
 
 
 def _said(found: list[Reading]) -> str:
@@ -47,10 +58,11 @@ def _said(found: list[Reading]) -> str:
         ("sequences left out", 0, "out is 0 in sequences 1"),
         ("heads left out in backward", 0, "dq is 0 in heads 3"),
         ("lse of another row", 1, "the LSE holds the right numbers of other rows"),
+        ("lse not written", -1, "the LSE is 0 in rows 40, 41, 42, 43, 44, 45 …"),
     ],
 )
 def test_what_stands_in_wrong_rows(fault: str, way: int, words: str) -> None:
-    corpus, subject = _corpus("alibi"), Mutant(fault, way=way)
+    corpus, subject = _corpus("alibi"), Mutant(fault, way=way) if way >= 0 else LaterLSE()
     found = moved.in_rows(corpus.benches, corpus.observe(subject))
     assert words in _said(found)
     assert fault in found[0].faults
@@ -70,6 +82,29 @@ def test_which_keys_and_values_a_head_reads(fault: str, way: int, probe: str, wo
     (found,) = operands.sources(corpus.benches, corpus.observe(Mutant(fault, way=way)))
     assert words in found.said
     assert fault in found.faults
+
+
+@pytest.mark.parametrize(
+    ("fault", "way", "probe", "words"),
+    [
+        ("sequences not apart", 5, "varlen, full", "sequence 0 gives weight to keys of sequence 1"),
+        ("one slot too many", 0, "cache", "gives weight to slots past its end"),
+        ("longest length for all", 0, "cache", "gives weight to slots past its end"),
+        ("page repeated", 0, "pages of 16", "gives none to page 3 of its own"),
+        ("stale page", 0, "pages of 16", "gives weight to page 0 of sequence 3, gives none to page 3 of its own"),
+        ("full last page left out", 0, "full pages", "gives none to page 2 of its own"),
+    ],
+)
+def test_whose_values_are_read(fault: str, way: int, probe: str, words: str) -> None:
+    corpus, subject = _corpus(probe), Mutant(fault, way=way)
+    (found,) = tags.read(subject, corpus.benches, corpus.observe(subject))
+    assert words in found.said
+    assert fault in found.faults
+
+
+def test_own_values_alone_are_no_reading() -> None:
+    corpus, subject = _corpus("varlen, full", "cache", "pages of 16", "pages of 17"), Mutant("scale twice")
+    assert tags.read(subject, corpus.benches, corpus.observe(subject)) == []
 
 
 def test_no_keys_are_read_off_what_is_wrong_otherwise() -> None:
@@ -179,6 +214,24 @@ def test_a_fault_on_one_path_comes_with_the_condition() -> None:
     found = diagnose(In16Bits("scale twice"), corpus=corpus)
     assert (found.candidates[0].fault, found.candidates[0].narrowed) == ("scale twice", True)
     assert found.conditions == ["fails exactly in 16 bits"]
+    assert (
+        "Of the calls in which it would show, this one fails exactly in 16 bits."
+        in dict(explain(found))["most likely cause"]
+    )
+
+
+def test_a_fault_on_some_rows_comes_with_the_rows() -> None:
+    class LaterRows(Mutant):
+        def __call__(self, inputs, **options):  # type: ignore[no-untyped-def]
+            wrong, self.fault = super().__call__(inputs, **options)[0], ""
+            right, lse = super().__call__(inputs, **options)
+            self.fault = "V of another key"
+            return torch.cat((right[:, :, :96].detach(), wrong[:, :, 96:].detach()), 2), lse
+
+    found = diagnose(LaterRows("V of another key"), corpus=_corpus("square", "off the tile"))
+    assert (found.candidates[0].fault, found.candidates[0].narrowed) == ("V of another key", True)
+    lines = dict(explain(found))["most likely cause"]
+    assert any(line.startswith("Within a call: out is wrong in rows 96-") for line in lines)
 
 
 def test_a_reading_comes_first_only_where_nothing_is_near() -> None:
@@ -189,6 +242,18 @@ def test_a_reading_comes_first_only_where_nothing_is_near() -> None:
     assert (first.fault, first.distance, second) == ("c", 0.4, far)
     assert _read_first([far], [Reading("", ())]) == [far]
     assert _read_first([far], read)[0].fault == "c"
+
+
+def test_numbers_that_are_made_of_two_are_put_in_words() -> None:
+    words = [_number(fault, value) for fault, value in (("causal from other lengths", 64_016.0),
+                                                        ("tail rows unwritten", 6_005.0), ("causal by tile", 4.0),
+                                                        ("scale of another size", 0.88))]  # fmt: skip
+    assert words == [
+        "lengths rounded up fit: keys to a multiple of 64, queries of 16",
+        "of every 6 rows those from 5 on",
+        "4 rows share the bound of the last of them",
+        "its number is 0.88",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnworks.workbench.cases import Case
-from attnworks.workbench.diagnose import bounds, moved, operands, patterns, reading, stages
+from attnworks.workbench.diagnose import bounds, moved, operands, patterns, reading, stages, tags
 from attnworks.workbench.diagnose.answers import FAR
 from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.nearest import Candidate, Corpus, Progress
@@ -153,6 +153,7 @@ def _explained(subject: Subject, corpus: Corpus, seen: Sequence[Observation], pr
         return found
     readings = moved.in_rows(corpus.benches, seen) + stages.read(subject, corpus.benches, seen)
     readings += bounds.diagonals(subject, corpus.benches, seen) + operands.sources(corpus.benches, seen)
+    readings += tags.read(subject, corpus.benches, seen)
     found.candidates = corpus.rank(seen, progress)
     if found.candidates and found.candidates[0].narrowed:
         found.conditions = patterns.told_apart(*corpus.shown(found.candidates[0].fault, seen))

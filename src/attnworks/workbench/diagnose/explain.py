@@ -56,6 +56,7 @@ def _cause(found: Diagnosis) -> list[str]:
             "instance that only the failing calls, rows or heads take."
         )
         lines += [f"Of the calls in which it would show, this one {one}." for one in found.conditions]
+        lines += [f"Within a call: {one}." for one in found.patterns if " is wrong in " in one]
     if first.second_fault:
         lines.append(
             f"A second fault is likely: {first.left} of these {first.explained} differ from that fault's by more than "
@@ -75,9 +76,21 @@ def _tile(candidate: Candidate) -> str:
     if candidate.tile < 0:
         return f"; {-candidate.tile} splits fit best"
     if candidate.number is not None:
-        return f"; its number is {candidate.number:g}"
+        return f"; {_number(candidate.fault, candidate.number)}"
     what = "splits" if candidate.fault in SPLIT else "tiles"
     return f"; {what} of {candidate.tile} fit best" if candidate.tile else ""
+
+
+def _number(fault: str, number: float) -> str:
+    """The number that was read from the kernel, in words where it is made of two."""
+    first, second = divmod(round(number), 1000)
+    if fault == "causal from other lengths":
+        return f"lengths rounded up fit: keys to a multiple of {first}, queries of {second}"
+    if fault == "tail rows unwritten":
+        return f"of every {first} rows those from {second} on"
+    if fault == "causal by tile":
+        return f"{number:g} rows share the bound of the last of them"
+    return f"its number is {number:g}"
 
 
 def _smallest(found: Diagnosis) -> list[str]:

@@ -43,6 +43,8 @@ def in_rows(benches: Sequence[Bench], seen: Sequence[Observation]) -> list[Readi
                 continue
             if reading := _of_tensor(name, bench.truths[name], answer):
                 found[name] = Reading(f"{name} {reading.said} ({bench.probe.name})", reading.faults)
+        if "lse" not in found and (reading := _unwritten_lse(bench, s)):
+            found["lse"] = Reading(f"the LSE {reading.said} ({bench.probe.name})", reading.faults)
         if "lse" not in found and "lse" in s.answers and _lse_of_others(bench, s):
             said = f"the LSE holds the right numbers of other rows ({bench.probe.name})"
             found["lse"] = Reading(said, ("lse of another row",))
@@ -64,6 +66,27 @@ def _lse_of_others(bench: Bench, seen: Observation) -> bool:
         return False
     least = (looked_up[:, None] - known).abs().min(1).values
     return float((least < 1e-5 * looked_up.abs().clamp_min(1e-3)).double().mean()) >= USUAL
+
+
+def _unwritten_lse(bench: Bench, seen: Observation) -> Reading | None:
+    """The LSE where it is one number in some of the rows that have a key, the output being right."""
+    answer = seen.answers.get("lse")
+    if answer is None or not answer.failed or seen.answers["out"].failed or not answer.parts:
+        return None
+    want = bench.truths["lse"].standard.want
+    if [x.shape for x in answer.parts] != [x.shape for x in want]:
+        return None
+    got, right = (torch.cat([x.detach().double().flatten() for x in parts]) for parts in (answer.parts, want))
+    budget = bench.truths["lse"].budget
+    wrong = ((got - right).abs() > budget) | (got.isfinite() != right.isfinite())
+    held = got[wrong]
+    if len(held) < LEAST_ROWS or bool(wrong.all()) or not bool(right[wrong].isfinite().all()):
+        return None
+    if not bool(((held == held[0]) | (held.isnan() & held[0].isnan())).all()):
+        return None
+    return Reading(
+        f"is {float(held[0]):.4g} in {_which(_places([x.shape for x in want]), wrong)}", ("lse not written",)
+    )
 
 
 def _of_tensor(name: str, truth: Truth, answer: Answer) -> Reading | None:
