@@ -129,6 +129,7 @@ def test_keys_without_weight_are_found_in_caches_too() -> None:
         ("last query tile missing in dk, dv", 0, "square", "weights that dV should have"),
         ("lse of the other base in backward", 0, "square", "a factor in each row: the LSE that it subtracts"),
         ("scale argument ignored in backward", 0, "scale 0.3", "backward's P has other weights"),
+        ("dO of another place", 0, "square", "dV is not made of dO's own rows"),
         ("dv scaled", 0, "square", "a factor in each row"),
         ("lse of shifted scores", 0, "square", "-1 times scale · q · mean of K has been added"),
         ("lse is the maximum", 0, "square", "-1 times log of the sum has been added"),
@@ -165,6 +166,16 @@ def test_a_diagonal_from_other_lengths_is_read_and_its_padding_found() -> None:
     assert corpus.rank(seen)[0].fault == "causal from other lengths"
 
 
+def test_values_of_another_offset_are_no_diagonal() -> None:
+    corpus, subject = _corpus("varlen"), Mutant("key offsets from queries", way=12)
+    assert bounds.diagonals(subject, corpus.benches, corpus.observe(subject)) == []
+
+
+def test_rows_that_are_alike_are_not_taken_for_each_other() -> None:
+    corpus, subject = _corpus("cache, 8 heads on 2"), Mutant("partial results in 16 bits")
+    assert moved.in_rows(corpus.benches, corpus.observe(subject)) == []
+
+
 def test_rows_that_share_a_causal_bound_are_counted() -> None:
     corpus, subject = _corpus("causal", "causal, few queries"), Mutant("causal by tile", way=4, value=6.0)
     found = [v for v in reading.numbers(subject, corpus.benches, corpus.observe(subject)) if v.way == 4]
@@ -195,7 +206,7 @@ def test_when_is_told_by_two_features_where_one_does_not() -> None:
     window, causal, grouped = (Window(7, 5),), (Causal(),), {"heads_q": 4, "heads_kv": 2}
     failing = [Case("a", "", mask=window, **grouped)]
     passing = [Case("b", "", mask=window), Case("c", "", mask=causal, **grouped)]
-    assert patterns.told_apart(failing, passing) == ["fails exactly with a window that are also with grouped heads"]
+    assert patterns.told_apart(failing, passing) == ["fails exactly with a window and with grouped heads"]
 
 
 def test_a_fault_on_one_path_comes_with_the_condition() -> None:

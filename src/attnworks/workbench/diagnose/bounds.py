@@ -45,7 +45,10 @@ def diagonals(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observa
                 got, want = weights(subject, replace(case, gradients=False), n)
             except Exception:  # whatever a kernel under test raises: nothing is read
                 return []
-            shift = off(got > VISIBLE, want > VISIBLE) if bool(got.isfinite().all()) else None
+            shown, right = got > VISIBLE, want > VISIBLE
+            both = (shown.any(-1) & right.any(-1)).flatten()
+            begins = (first_key(shown) == first_key(right))[both].double().mean()  # NaN, which is less, of none
+            shift = off(shown, right) if float(begins) >= USUAL and bool(got.isfinite().all()) else None
             if shift is not None:
                 found[seq_q, seq_kv] = shift
     if len(set(found.values())) < 2:
@@ -58,6 +61,11 @@ def last_key(shown: Tensor) -> Tensor:
     """The last key of each row, -1 in a row without."""
     keys = torch.arange(shown.shape[-1])
     return torch.where(shown, keys, -1).amax(-1).flatten()
+
+
+def first_key(shown: Tensor) -> Tensor:
+    """The first key of each row, the number of keys in a row without."""
+    return shown.shape[-1] - 1 - last_key(shown.flip(-1))
 
 
 def off(got: Tensor, want: Tensor) -> int | None:

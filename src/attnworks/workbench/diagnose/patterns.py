@@ -112,7 +112,7 @@ def _together(shared: Sequence[str], passing: Sequence[Case]) -> str:
     pairs = ((a, b) for n, a in enumerate(shared) for b in shared[n + 1 :])
     apart = (pair for pair in pairs if not any(FEATURES[pair[0]](c) and FEATURES[pair[1]](c) for c in passing))
     found = next(apart, None)
-    return "" if found is None else f"fails exactly {found[0]} that are also {found[1]}"
+    return "" if found is None else f"fails exactly {found[0]} and {found[1]}"
 
 
 def _from_a_length_on(failing: list[Case], passing: list[Case]) -> list[str]:

@@ -22,6 +22,7 @@ from attnworks.workbench.oracle import score, softmax
 from attnworks.workbench.subjects import Subject
 
 EXACT = 3e-3  # what may be left of a fit, relative
+MOST_MISSING = 0.9  # of P, for dO to be another one
 CLEAR = 1e-4  # a smaller weight may be rounding
 _SUM = (
     "one added to the sum",
@@ -173,6 +174,8 @@ def _probs(subject: Subject, case: Case) -> Reading | None:
     level = ratio.nanmean(-1, keepdim=True)
     if bool(extra.any()):
         return Reading("backward's P has weight at keys that are hidden", _MASK)
+    if float(missing.double().sum()) > MOST_MISSING * float((want > CLEAR).double().sum()):
+        return Reading("dV is not made of dO's own rows", ("dO of another place",))
     if bool(missing.any()):
         return Reading(f"backward's P lacks {int(missing.sum())} weights that dV should have", _MISSING)
     if float(((ratio / level) - 1).abs().nan_to_num(0).max()) < EXACT:
