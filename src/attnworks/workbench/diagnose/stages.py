@@ -174,7 +174,8 @@ def _probs(subject: Subject, case: Case) -> Reading | None:
     level = ratio.nanmean(-1, keepdim=True)
     if bool(extra.any()):
         return Reading("backward's P has weight at keys that are hidden", _MASK)
-    if float(missing.double().sum()) > MOST_MISSING * float((want > CLEAR).double().sum()):
+    lacking = float(missing.double().sum()) > MOST_MISSING * float((want > CLEAR).double().sum())
+    if lacking or _rows_of_others(got, want):
         return Reading("dV is not made of dO's own rows", ("dO of another place",))
     if bool(missing.any()):
         return Reading(f"backward's P lacks {int(missing.sum())} weights that dV should have", _MISSING)
@@ -183,6 +184,16 @@ def _probs(subject: Subject, case: Case) -> Reading | None:
             return Reading("backward's P is right: what it is multiplied by is not", ())
         return Reading("backward's P is right but for a factor in each row: the LSE that it subtracts", _LSE)
     return Reading("backward's P has other weights: other scores", _SCORES)
+
+
+def _rows_of_others(got: Tensor, want: Tensor) -> bool:
+    """Whether rows of P are those of other rows of their head."""
+    size = want.norm(dim=-1)
+    apart = torch.cdist(got, want) / size[:, None].clamp_min(1e-30)
+    own = apart.diagonal(dim1=-2, dim2=-1)
+    clear = size > 0
+    moved = (apart.amin(-1) < EXACT) & (own > 10 * EXACT)
+    return float(moved[clear].double().mean()) > MOST_MISSING
 
 
 # ---- delta -----------------------------------------------------------------------------------------------------------
