@@ -134,6 +134,46 @@ def test_a_crash_when_tried_is_no_refusal() -> None:
     assert forward == [("failed", "crashed with SIGABRT"), ("passed", "")]
 
 
+def test_raising_where_nothing_is_to_be_worked_out_is_listed() -> None:
+    def own(query: Any, key: Any, value: Any, attn_mask: Any = None) -> Any:
+        if query.shape[1] == 0 or key.shape[2] == 0:
+            raise ZeroDivisionError("modulo by zero\nfar below")
+        return scaled_dot_product_attention(query, key, value, attn_mask, enable_gqa=True)
+
+    prepared = prepare_function(own)
+    assert prepared.refused["no heads"] == "raised ZeroDivisionError: modulo by zero\nfar below"
+    assert prepared.subject.abilities.empty == ("batch", "queries")
+    cases = [replace(catalogue.BY_NAME[f"empty: {what}"], gradients=False) for what in ("heads_q", "seq_q", "seq_kv")]
+    results = verify(subjects=[prepared.subject], cases=cases)
+    forward = [(r.case.name, r.status, r.message[:10]) for r in results if r.check == "forward"]
+    assert forward == [
+        ("empty: heads_q", "skipped", "no heads"),
+        ("empty: seq_q", "passed", ""),
+        ("empty: seq_kv", "failed", "raised Zer"),  # rows without keys have a result
+    ]
+
+
+def test_a_backward_that_raises_without_heads_is_listed_too() -> None:
+    class Squared(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
+            ctx.save_for_backward(query, key, value)
+            return scaled_dot_product_attention(query, key, value)
+
+        @staticmethod
+        def backward(ctx: Any, d_out: Any) -> Any:
+            tensors = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            if tensors[0].shape[1] == 0:
+                raise RuntimeError("cannot reshape")
+            with torch.enable_grad():
+                return torch.autograd.grad(scaled_dot_product_attention(*tensors), tensors, d_out)
+
+    def own(query: Any, key: Any, value: Any, attn_mask: Any = None) -> Any:
+        return Squared.apply(query, key, value)  # type: ignore[no-untyped-call]
+
+    assert prepare_function(own).refused["no heads"] == "backward raised RuntimeError: cannot reshape"
+
+
 def test_declared_abilities_are_not_tried() -> None:
     def own(query: Any, key: Any, value: Any, attn_mask: Any = None, is_causal: bool = False) -> Any:
         assert query.shape[1] == key.shape[1], "asked for grouped heads"

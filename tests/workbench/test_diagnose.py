@@ -23,8 +23,9 @@ from attnworks.workbench.diagnose.reading import numbers
 from attnworks.workbench.diagnose.script import standalone
 from attnworks.workbench.diagnose.shrink import shrink
 from attnworks.workbench.diagnose.variants import SPLIT, TILED, WRITTEN
-from attnworks.workbench.faults import FAULTS, NUMBERS, WAYS
+from attnworks.workbench.faults import FAULTS
 from attnworks.workbench.mutants import Mutant
+from attnworks.workbench.ways import NUMBERS, WAYS
 from foreign_kernels import FOREIGN, Foreign, blocked, naive
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -1,5 +1,5 @@
 """Where a kernel finds its keys, in packed sequences and caches: with a switch for each fault and the ways it is made
-(``faults.WAYS``)."""
+(``ways.WAYS``)."""
 
 from __future__ import annotations
 
@@ -40,9 +40,15 @@ class Addresses:
         counted = [len(range(*s.indices(ends_kv[-1]))) for s in read]
         if (self.has("sequences not apart") and self.way in (1, 4, 5, *range(7, 11))) or self.has("tail keys unmasked"):
             counted = lengths  # they begin with a sequence's own keys, and masks know how many these are
-        if self.has("causal from other lengths"):
+        if self.way < 4 and self.has("causal from other lengths"):
             counted = self._of_others(ends_q, ends_kv)
         return read, counted
+
+    def values(self, read: list[slice], ends_kv: Sequence[int]) -> tuple[list[slice], list[slice]]:
+        """By sequence, the rows of K and of V, given those of both."""
+        if self.way > 11 and self.has("key offsets from queries"):
+            return [slice(a, b) for a, b in pairwise(ends_kv)], read
+        return read, read
 
     def _moved(self, n: int, ends_q: Sequence[int], ends_kv: Sequence[int], lengths: Sequence[int]) -> slice:
         length, total = lengths[n], ends_kv[-1]
@@ -58,6 +64,10 @@ class Addresses:
             ends_kv[n] + 1,
             ends_kv[n] - 1,
             ends_kv[sum(a < b for a, b in pairwise(ends_q[: n + 1]))],  # counted without sequences that have no queries
+            -(-ends_kv[n] // 8) * 8,  # rounded for loads of 8 rows
+            ends_kv[n] // 8 * 8,
+            -(-ends_kv[n] // 8) * 8,  # those of V alone (``values``)
+            ends_kv[n] // 8 * 8,
         )[self.way - 1]
         start = max(0, min(start, total - length))  # a read past the end would be a crash
         return slice(start, start + length)
@@ -120,7 +130,7 @@ class Addresses:
         elif self.has("tail keys unmasked") and self.way == 1:
             read = [min(self._rounded(n), capacity) for n in lengths]
         counted = lengths
-        if self.has("causal from other lengths"):
+        if self.way < 4 and self.has("causal from other lengths"):
             counted = [(max(lengths), lengths[0], capacity, lengths[-1])[self.way]] * len(lengths)
         return read, counted
 
@@ -276,3 +286,13 @@ def of_heads_first(whole: Tensor, sequence: int, turned: bool) -> Tensor:
     if turned:
         return whole.transpose(0, 1).flatten(0, 1)[(sequence if batch > 1 else 0) * heads + torch.arange(heads)]
     return whole.flatten(0, 1)[torch.arange(heads) * batch + (sequence if batch > 1 else 0)]
+
+
+def of_format(rows: Tensor, way: int) -> Tensor:
+    """An 8-bit cache whose bytes are taken for another format's: e4m3fn for e4m3fnuz, e4m3 for e5m2, e5m2 for e4m3."""
+    taken, meant = (
+        (torch.float8_e4m3fnuz, torch.float8_e4m3fn),
+        (torch.float8_e5m2, torch.float8_e4m3fn),
+        (torch.float8_e4m3fn, torch.float8_e5m2),
+    )[way]
+    return rows.contiguous().view(taken) if rows.dtype == meant else rows

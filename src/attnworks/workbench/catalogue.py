@@ -114,7 +114,7 @@ def _mask_cases() -> list[Case]:
             found.append(Case(f"causal {align}: {seq_q} on {seq_kv}", "mask origin where Nq is not Nk", **fields))
     found += _in_dtypes(Case("rows without keys", "more queries than keys, causal",
                              seq_q=150, seq_kv=70, mask=CAUSAL, gradients=True, lse_cotangent=True))  # fmt: skip
-    windows = ((0, 0), (3, 0), (7, 5), (None, 2), (15, None), (64, 0), (400, 400))
+    windows = ((0, 0), (0, 5), (3, 0), (7, 5), (None, 2), (15, None), (64, 0), (400, 400))
     for left, right in windows:
         for seq_q, seq_kv in ((100, 100), (70, 130), (130, 70)):
             fields = {"seq_q": seq_q, "seq_kv": seq_kv, "mask": (Window(left, right),), "gradients": True}
@@ -326,6 +326,10 @@ _QUICK_PATTERNS = (
     "causal *: 100 on 40",
     "rows without keys*",
     "window 7, 5: *",
+    "window 0, 5: 100 on 100",  # a size of 0 is none that was not given
+    "window None, 2: 100 on 100",  # nor is one that was not given a number
+    "window 15, None: 100 on 100",
+    "window 400, 400: 130 on 70",  # a right size beyond the keys, which it may not be held to
     "causal and window",
     "boolean mask bhqk",
     "boolean mask b1qk",

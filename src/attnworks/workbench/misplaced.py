@@ -1,6 +1,6 @@
 """Whole tensors read from, or written to, the wrong place: a head, a row, a sequence, a layout that is not theirs.
 
-A switch for each fault and the ways it is made (``faults.WAYS``). What a kernel does between is right, so that each
+A switch for each fault and the ways it is made (``ways.WAYS``). What a kernel does between is right, so that each
 fault is a function of the sequences' tensors, (heads, rows, dim) each, before attention or after it. ``addresses.py``
 has what is wrong with offsets, lengths and page tables.
 """
@@ -65,6 +65,18 @@ class Misplaced:
                 turned = outs.reshape(heads, batch, *outs.shape[2:]).transpose(0, 1)
             pairs = [(out, lse) for out, (_, lse) in zip(turned, pairs, strict=True)]
         return pairs
+
+    def overrun(self, outs: list[Tensor]) -> list[Tensor]:
+        """Outputs of packed sequences stored in whole tiles of rows, the last sequence first, so that what is stored
+        behind a sequence's end stays in the next ones': zeros, or the sequence's last row again."""
+        left = [out.clone() for out in outs]
+        for n, out in enumerate(outs):
+            more = -out.shape[1] % self.tile
+            for later in left[n + 1 :]:
+                taken = min(more, later.shape[1])
+                later[:, :taken] = out[:, -1:] if self.way else 0
+                more -= taken
+        return left
 
     def _kept(self, pairs: Sequence[Result], n: int) -> Tensor:
         """Rows without keys as what was computed before left them: the sequence before, or the last row with keys."""

@@ -17,6 +17,9 @@ from torch import Tensor
 from attnworks.masks import AllOf, Causal, Window
 from attnworks.scores import ALiBi, Bias, Sink, Softcap
 from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_first
+from attnworks.workbench.causal_tiles import by_tile, loop_end
+from attnworks.workbench.mask_tiles import mirrored, without_skipped
+from attnworks.workbench.windows import ends
 
 TILE = 32
 SPLIT = 96
@@ -45,7 +48,9 @@ class Modifiers:
     heads_q: int = 1
     value: float = 1.0  # the number in a fault that has one
     tops: list[Tensor] = field(default_factory=list)  # the maxima of the partial results, in their order
+    longest: int = 0  # keys of the longest sequence of the batch
     shown: Tensor = field(default_factory=lambda: torch.empty(0))  # what the masks let through of the last tile
+    unmasked: Tensor = field(default_factory=lambda: torch.empty(0))  # its scores before they were hidden
 
     def tile(self, q: Tensor, k: Tensor, first: int, backward: bool = False) -> tuple[Tensor, list[Tensor | None]]:
         """Scores (heads_q, seq_q, keys) of the keys from ``first`` on, hidden ones -inf, and each modifier's slope."""
@@ -97,6 +102,7 @@ class Modifiers:
         if has("softcap before scale"):
             s = s * self.scale
         hidden = next((value for fault, value in HIDDEN.items() if has(fault)), -torch.inf)
+        self.unmasked = s
         if not has("softcap after mask"):
             s = torch.where(shown, s, hidden)
         return s, slopes
@@ -143,6 +149,9 @@ class Modifiers:
                 ratio = torch.tanh(x)
             if has("tanh approximated"):
                 ratio = x.clamp(-1, 1) if self.addresses.way else (x * (27 + x * x) / (27 + 9 * x * x)).clamp(-1, 1)
+            if has("softcap twice"):
+                again = torch.tanh(ratio)
+                return modifier.cap * again, (1 - ratio * ratio) * (1 - again * again)
             if has("softcap without its factor"):
                 log2e = math.log2(math.e)  # scores are for exp2, the cap is not
                 capped = (modifier.cap * torch.tanh(s), ratio, modifier.cap / log2e * torch.tanh(log2e * x))
@@ -208,6 +217,9 @@ class Modifiers:
         way, rows, keys = self.addresses.way, whole.shape[1], whole.shape[2]
         if not way:  # its pointer stays at the first tile
             return whole[..., : j.numel()]
+        if way > 7:  # bits read from the other end of a byte or a word
+            turned = mirrored(whole, 8 if way == 8 else 32) if whole.dtype == torch.bool else whole
+            return turned[..., first : int(j.max()) + 1]
         if way > 2:  # an element, a row or a tile beside its own
             shift, dim = ((1, 2), (-1, 2), (1, 1), (-1, 1), (self.tile_kv, 2))[way - 3]
             return whole.roll(shift, dim)[..., first : int(j.max()) + 1]
@@ -233,7 +245,11 @@ class Modifiers:
             last = int(j.max()) >= self.limit - 1
             if not ((int(j.min()) == 0) if way == 1 else last):
                 return shown
-        return self._masked(shown, i, j, backward, seen_as)
+        shown = self._masked(shown, i, j, backward, seen_as)
+        return without_skipped(shown, self.tile_kv, way) if self._skips_tiles() else shown
+
+    def _skips_tiles(self) -> bool:
+        return bool(self.masks) and self.seq_q > 0 and self.has("visible tiles of a mask skipped")
 
     def _masked(self, shown: Tensor, i: Tensor, j: Tensor, backward: bool, seen_as: Tensor) -> Tensor:
         """What all masks show of ``shown``."""
@@ -286,6 +302,9 @@ class Modifiers:
             shift = 0
         if causal and has("causal further by a number"):
             shift += round(self.value)
+        if causal and mask.align == "bottom-right" and has("causal from other lengths") and way == 4:  # padded ones
+            step_kv, step_q = divmod(round(self.value), 1000)
+            shift = -(-self.seq_kv // step_kv) * step_kv - -(-self.seq_q // step_q) * step_q
         if backward and has("mask from the top left in backward"):
             shift = 0
         if backward and has("mask off by one in backward"):
@@ -294,12 +313,7 @@ class Modifiers:
             i, shift = self._packed(i, shift)
         left, right = (None, 0) if isinstance(mask, Causal) else (mask.left, mask.right)
         if isinstance(mask, Window):
-            if has("window sides exchanged"):
-                left, right = (right, left) if not way else (left, left) if way == 1 else (right, right)
-            if left is not None and has("window of another size"):
-                left = (left // 2, left * 2, left + (right or 0), left + round(self.value), left)[way]
-            if right is not None and way == 4 and has("window of another size"):
-                right = right + round(self.value)
+            left, right = ends(has, way, self.value, left, right, self.seq_q, self.seq_kv)
         return self._bounds(i + shift, j, left, right, causal)
 
     def _packed(self, i: Tensor, shift: int) -> tuple[Tensor, int]:
@@ -314,9 +328,9 @@ class Modifiers:
         if causal:
             off = -1 if has("causal hides itself") else 1 if has("causal shows the next") else 0
             if has("causal by tile"):
-                return self._by_tile(origin, j)
+                return by_tile(origin, j, self.tile_kv, self.addresses.way, round(self.value))
             if has("diagonal tile skipped"):
-                return (j <= origin) & (j < self._loop_end(origin))
+                return (j <= origin) & (j < loop_end(origin, self.tile_kv, self.addresses.way))
             if has("causal upside down"):
                 return j >= origin
             return j <= origin + off
@@ -340,37 +354,13 @@ class Modifiers:
         if left is not None and has("window's first tile skipped"):
             row = origin - origin[:, :1]
             oldest = (origin - row % self.tile_kv - left).clamp(min=0)  # key of the block of rows
-            shown = shown & (j >= -(-oldest // self.tile_kv) * self.tile_kv)
+            begin = -(-oldest // self.tile_kv) * self.tile_kv
+            if self.addresses.way:  # one for the batch, from its longest sequence
+                begin = torch.tensor(self.longest - -(-(left + self.seq_q) // self.tile_kv) * self.tile_kv)
+            shown = shown & (j >= begin)
         if right is not None and not has("window without right end"):
             shown = shown & (j <= origin + right + further)
         return shown
-
-    def _by_tile(self, origin: Tensor, j: Tensor) -> Tensor:
-        """Causal whose mask is missing in tiles that the diagonal crosses: in all; in all but that with the number of
-        the row's own tile; in all but the last one of a block of two or four tiles' rows."""
-        tile, way = self.tile_kv, self.addresses.way
-        if not way:
-            return origin // tile >= j // tile
-        rows = torch.arange(origin.shape[1]).view(1, -1, 1)
-        size = (1, 2, 4)[way - 1] * tile
-        last = (origin - rows + ((rows // size + 1) * size).clamp(max=origin.shape[1]) - 1) // tile
-        masked = rows // tile if way == 1 else last
-        return (j // tile <= last) & ((j // tile != masked) | (j <= origin))
-
-    def _loop_end(self, origin: Tensor) -> Tensor:
-        """Where a causal loop over keys ends for each row that ends too early: at the tile that holds the diagonal; at
-        the last whole tile before a block's end; a tile later for each block of rows twice as long; or where it would
-        with as many keys as queries."""
-        tile, way = self.tile_kv, self.addresses.way
-        rows = torch.arange(origin.shape[1]).view(1, -1, 1)
-        if way == 0:
-            return torch.where(origin < tile, tile, origin // tile * tile)
-        if way == 1:
-            block = (rows // (2 * tile) + 1) * 2 * tile
-            return (origin - rows + block.clamp(max=origin.shape[1])) // tile * tile
-        if way == 2:
-            return (rows // (2 * tile) + 1) * tile
-        return (rows // tile + 1) * tile
 
 
 def kept_channels(channels: int, way: int) -> int:

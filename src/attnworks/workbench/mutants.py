@@ -7,6 +7,7 @@ The kernel that the faults are built into is in ``tiled.py``, where it finds its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,20 +15,21 @@ from torch import Tensor
 
 from attnworks.scores import Bias, Sink, Softcap
 from attnworks.workbench import modifiers, tiled
-from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_first
-from attnworks.workbench.faults import FAULTS, NUMBERS
+from attnworks.workbench.addresses import Addresses, next_sequence, of_format, of_heads_first
+from attnworks.workbench.faults import FAULTS
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.misplaced import Misplaced
 from attnworks.workbench.scales import softmax_scale
 from attnworks.workbench.subjects import Outcome
+from attnworks.workbench.ways import NUMBERS
 
 
 class Mutant:
     """Tiled attention with one fault ("" for none, which is right). It runs every case.
 
     ``tile_kv``: keys of a tile, and queries where a fault is one of query tiles; ``split_kv``: keys of a partial
-    result, 0 for one of all keys, -n for n equal ones; ``way``: how the fault is made (``faults.WAYS``); ``value``: the
-    number in it, where it has one (``faults.NUMBERS``). Raises ``ValueError`` for a fault that is not in ``FAULTS``."""
+    result, 0 for one of all keys, -n for n equal ones; ``way``: how the fault is made (``ways.WAYS``); ``value``: the
+    number in it, where it has one (``ways.NUMBERS``). Raises ``ValueError`` for a fault that is not in ``FAULTS``."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Mutant:
         self.addresses = Addresses(self.has, way, tile_kv)
         self.misplaced = Misplaced(self.has, way, tile_kv)
         self.name = f"mutant: {fault or 'none'}"
-        self._calls = 0
+        self._calls, self._longest = 0, 0
 
     def has(self, fault: str) -> bool:
         return self.fault == fault
@@ -95,7 +97,7 @@ class Mutant:
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, layout: str, **rest: Any) -> Outcome:
         if self.has("strides ignored"):
-            q, k, v = (_as_if_contiguous(x) for x in (q, k, v))
+            q, k, v = _by_other_strides(self.way, q, k, v)
         if layout == "bshd":
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         sources = self.addresses.sequences(q.shape[0])
@@ -114,14 +116,19 @@ class Mutant:
         ends_q = cu_seqlens_q.tolist()
         ends_kv = cu_seqlens_kv.tolist()
         keys, counted = self.addresses.packed(ends_q, ends_kv)
+        keys, values = self.addresses.values(keys, ends_kv)
+        if k.requires_grad and self.has("gradients without queries unwritten"):
+            k, v = (_unwritten(x, ends_q, ends_kv) for x in (k, v))
         rows_q, counted = self.addresses.rows(ends_q, ends_kv, counted)
         parts = [
-            (q[mine].transpose(0, 1), k[own].transpose(0, 1), v[own].transpose(0, 1))
-            for mine, own in zip(rows_q, keys, strict=True)
+            (q[mine].transpose(0, 1), k[own].transpose(0, 1), v[own_v].transpose(0, 1))
+            for mine, own, own_v in zip(rows_q, keys, values, strict=True)
         ]
         outs, lses = self._attend_all(parts, counted=counted, **rest)
         unused = q.shape[0] - ends_q[-1]
         filler = float("nan") if self.has("rows past the end unwritten") else 0.0
+        if self.has("stores reach the next sequence"):
+            outs = self.misplaced.overrun(outs)
         rows = [out.transpose(0, 1) for out in outs] + [q.new_full((unused, q.shape[1], v.shape[-1]), filler)]
         return torch.cat(rows), torch.cat([*lses, lses[0].new_full((q.shape[1], unused), -torch.inf)], 1)
 
@@ -150,6 +157,8 @@ class Mutant:
             pair = []
             for cache, new, name in ((k_cache, k_new, "k_scale"), (v_cache, v_new, "v_scale")):
                 rows = self._appended(cache, page_table, b, length, new, name[0])
+                if rows.dtype.itemsize == 1 and self.has("8-bit cache in another format"):
+                    rows = of_format(rows, self.way)
                 if rows.dtype == torch.int8 and self.has("8-bit cache without its sign"):
                     rows = rows.view(torch.uint8)
                 if scales is not None:
@@ -227,6 +236,7 @@ class Mutant:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """``limits``: keys that may be seen, ``counted``: keys that masks are aligned by; None for all there are."""
         lengths = [k.shape[1] for _, k, _ in parts]
+        self._longest = max(limits or lengths, default=0)
         parts = self.misplaced.operands(list(parts))
         pairs = [
             self._attend(b, q, k, v, (limits or lengths)[b], (counted or lengths)[b], **rest)
@@ -287,6 +297,7 @@ class Mutant:
         m = modifiers.Modifiers(self.has, scale, masks, scores, b, seq_q, counted, limit, self.tile_kv, self.split_kv)
         m.dtype, m.biases, m.addresses, m.default_scale = q.dtype, biases, self.addresses, default
         m.value = self.value
+        m.longest = self._longest
         m.group, m.heads_q = max(q.shape[0] // max(k.shape[0], 1), 1), q.shape[0]
         out, lse = tiled.Attend.apply(m, q, k, v, sink, *biases.values())  # type: ignore[no-untyped-call]
         if q.shape[0] > 1 and self.has("heads of the output exchanged"):
@@ -297,6 +308,34 @@ class Mutant:
     def _of_one_head(bias: Tensor, heads: int) -> Tensor:
         """(heads, rows, keys) of a bias that all heads share, whose gradient is the first one's."""
         return torch.cat((bias, bias.detach().expand(heads - 1, -1, -1)))
+
+
+def _unwritten(x: Tensor, ends_q: Sequence[int], ends_kv: Sequence[int]) -> Tensor:
+    """K or V, whose gradient is NaN where nobody asks for the keys."""
+    nobody = torch.zeros(x.shape[0], 1, 1, dtype=torch.bool)
+    for (a, b), (first, last) in zip(pairwise(ends_q), pairwise(ends_kv), strict=True):
+        nobody[first:last] |= a == b
+    watched = x * 1
+    watched.register_hook(lambda grad: grad.masked_fill(nobody, torch.nan))  # type: ignore[no-untyped-call]
+    return watched
+
+
+def _by_other_strides(way: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v read as if without gaps; V by K's strides; K and V by Q's."""
+    if not way:
+        return _as_if_contiguous(q), _as_if_contiguous(k), _as_if_contiguous(v)
+    return q, k if way == 1 else _by_strides(k, q), _by_strides(v, k if way == 1 else q)
+
+
+def _by_strides(x: Tensor, other: Tensor) -> Tensor:
+    """The elements that another tensor's strides lead to, held to the storage."""
+    if not x.numel() or x.stride() == other.stride():
+        return x
+    places = torch.tensor(x.storage_offset())
+    for axis, (extent, stride) in enumerate(zip(x.shape, other.stride(), strict=True)):
+        places = places + (torch.arange(extent) * stride).view(-1, *(1,) * (x.dim() - 1 - axis))
+    size = x.untyped_storage().nbytes() // x.element_size()
+    return x.as_strided((size,), (1,), 0)[places.clamp(max=size - 1)]
 
 
 def _as_if_contiguous(x: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Probing: what a kernel can do that its parameters do not tell, found by trying it on small ordinary inputs.
 
-A kernel that raises when tried with a dtype, with grouped heads or with head_dim_v other than head_dim, or whose output
-requires no grad, is taken not to do that: it is listed with what happened. A crash, a hang or a wrong shape is no
-refusal, and what raises on everything is broken: both are left for the results to show.
+A kernel that raises when tried with a dtype, with grouped heads, with head_dim_v other than head_dim or with nothing to
+work out (no sequences, heads or queries), or whose output requires no grad, is taken not to do that: it is listed with
+what happened. A crash, a hang or a wrong shape is no refusal, and what raises on everything is broken: both are left
+for the results to show. So is what raises without keys, where rows have a result: 0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from attnworks.workbench.cases import Case
 from attnworks.workbench.conventions import Kernel, as_subject, load_subject
 from attnworks.workbench.guards import Guarded
 from attnworks.workbench.isolation import TIMEOUT, Isolated
-from attnworks.workbench.subjects import FORMS, Declined, Finding, Raised, abilities_of
+from attnworks.workbench.subjects import EMPTY, FORMS, Declined, Finding, Raised, abilities_of
 
 _ROWS = 64
 _BASES = {
@@ -96,7 +97,8 @@ def probe(subject: Guarded) -> dict[str, str]:
         narrow = replace(base, head_dim_v=base.head_dim // 2)
         unequal = _try(subject, narrow, "head_dim_v of its own", refused) != "refused"
     why_not, lse, lse_grad = _outputs(subject, base)
-    out_grad = not why_not
+    gradients = declared.gradients and not why_not
+    taken = [kind for kind in EMPTY if not _refuses_none_of(subject, base, kind, gradients, refused)]
     if declared.gradients and why_not:
         refused["gradients"] = why_not
     if declared.lse and not lse:
@@ -104,11 +106,12 @@ def probe(subject: Guarded) -> dict[str, str]:
     subject.abilities = replace(
         declared,
         dtypes=tuple(dtype for dtype, how in tried.items() if how != "refused"),
+        empty=declared.empty if declared.empty is not None or len(taken) == len(EMPTY) else tuple(taken),
         gqa=gqa,
         unequal_dims=unequal,
         lse=declared.lse and lse,
         lse_gradients=declared.lse_gradients and lse_grad,
-        gradients=declared.gradients and out_grad,
+        gradients=gradients,
     )
     subject.seen.clear()  # the same will be seen in the run
     return refused
@@ -126,6 +129,32 @@ def _try(subject: Guarded, case: Case, what: str, refused: dict[str, str]) -> Li
     except Exception as error:  # whatever a kernel in this process raises
         refused[what] = f"raised {type(error).__name__}: {error}"
     return "refused" if what in refused else "ran"
+
+
+def _refuses_none_of(subject: Guarded, base: Case, kind: str, gradients: bool, refused: dict[str, str]) -> bool:
+    """Whether it raises, forward or backward, where a problem of the base's form has none of something."""
+    case = replace(base, name=f"probe: no {kind}", gradients=gradients)
+    if kind == "batch" and base.form != "dense":  # no sequences at all are nothing that is packed or cached
+        return False
+    if kind == "batch":
+        case = replace(case, batch=0)
+    elif kind == "heads":
+        case = replace(case, heads_q=0, heads_kv=0)
+    else:
+        case = replace(case, seq_q=0, lengths=tuple((0, seq_kv) for _, seq_kv in base.lengths))
+    if _try(subject, case, f"no {kind}", refused) == "ran" and gradients:
+        inputs = case.build()
+        leaves = inputs.differentiable()
+        try:
+            inputs.backward(leaves, subject(inputs)[0])
+        except (Raised, Declined) as error:
+            refused[f"no {kind}"] = f"backward: {error}"
+        except Finding:
+            return False
+        except Exception as error:  # whatever a kernel in this process raises
+            first = (str(error).splitlines() or ["no message"])[0]
+            refused[f"no {kind}"] = f"backward raised {type(error).__name__}: {first}"
+    return f"no {kind}" in refused
 
 
 def _outputs(subject: Guarded, base: Case) -> tuple[str, bool, bool]:

@@ -1,5 +1,5 @@
 """The softmax scale, and what is got wrong in working it out: a switch for each fault and the ways it is made
-(``faults.WAYS``)."""
+(``ways.WAYS``)."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from attnworks.hardware import detect
 from attnworks.masks import Causal, Window
 from attnworks.plan import Plan
 from attnworks.problem import Problem
+from attnworks.workbench.cases import Case
 from attnworks.workbench.environment import place
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.transfer import OnDevice
@@ -29,6 +30,7 @@ Outcome = tuple[Tensor, Tensor | None]
 FORMS = ("dense", "varlen", "decode")
 MASKS = ("causal", "window", "boolean", "function")
 SCORES = ("softcap", "alibi", "bias", "sink", "function")
+EMPTY = ("batch", "heads", "queries")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -48,7 +50,8 @@ class Declined(Exception):
 class Abilities:
     """What a kernel can do, as declared or found by trying; None is no limit beyond its parameters.
 
-    ``masks`` of ``MASKS``, ``scores`` of ``SCORES``, ``forms`` of ``FORMS``. ``gqa``: fewer KV heads than query heads.
+    ``masks`` of ``MASKS``, ``scores`` of ``SCORES``, ``forms`` of ``FORMS``. ``empty``, of ``EMPTY``: what it takes
+    none of, where the result has no element. ``gqa``: fewer KV heads than query heads.
     ``unequal_dims``: head_dim_v other than head_dim. ``lse``: it returns one; ``lse_gradients``: one that gradients
     flow through. ``batch_invariant``, ``thread_invariant``: it promises the same bits whatever the rest of the batch
     and the number of threads, ``deterministic`` of gradients with ``deterministic=True``; ``linear_memory``: that its
@@ -60,6 +63,7 @@ class Abilities:
     forms: tuple[str, ...] | None = None
     masks: tuple[str, ...] | None = None
     scores: tuple[str, ...] | None = None
+    empty: tuple[str, ...] | None = None
     gqa: bool = True
     unequal_dims: bool = True
     lse: bool = True
@@ -85,7 +89,7 @@ class Abilities:
             raise ValueError(
                 f"{owner} declares dtypes: held {wrong[0]!r}, must hold {', '.join(_DTYPES)} or torch.dtype"
             )
-        for name, allowed in (("forms", FORMS), ("masks", MASKS), ("scores", SCORES)):
+        for name, allowed in (("forms", FORMS), ("masks", MASKS), ("scores", SCORES), ("empty", EMPTY)):
             if wrong := [kind for kind in given.get(name) or () if kind not in allowed]:
                 raise ValueError(f"{owner} declares {name}: held {wrong[0]!r}, must hold only {', '.join(allowed)}")
         return cls(
@@ -110,6 +114,7 @@ class Abilities:
             MASKS if self.masks is None else self.masks,
             SCORES if self.scores is None else self.scores,
         )
+        found += [f"no {kind}" for kind in missing(case) if self.empty is not None and kind not in self.empty]
         found += [f"mask {kind}" for kind in sorted(mask_kinds(inputs)) if kind not in masks]
         found += [f"score modifier {kind}" for kind in sorted(score_kinds(inputs)) if kind not in modifiers]
         if differentiable and not self.gradients:
@@ -117,6 +122,12 @@ class Abilities:
         if differentiable and case.lse_cotangent and not self.lse_gradients:
             found.append("gradients through the LSE")
         return tuple(found)
+
+
+def missing(case: Case) -> tuple[str, ...]:
+    """Which of ``EMPTY`` a case has none of: any of them leaves nothing to be worked out."""
+    none = (not case.sequences, case.heads_q == 0, not any(seq_q for seq_q, _ in case.sequences))
+    return tuple(kind for kind, empty in zip(EMPTY, none, strict=True) if empty)[:1]
 
 
 def mask_kinds(inputs: Inputs) -> set[str]:

@@ -18,7 +18,8 @@ from torch import Tensor
 from attnworks.workbench.addresses import shares
 from attnworks.workbench.misplaced import next_channels
 from attnworks.workbench.modifiers import Modifiers, kept_channels
-from attnworks.workbench.tiled_backward import backward, of_kv_heads, top_scores
+from attnworks.workbench.reported import reported
+from attnworks.workbench.tiled_backward import backward, of_kv_heads
 
 
 def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -71,7 +72,13 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
         sizes = [min(size, k.shape[1] - a) for a in range(0, k.shape[1], size or 1)]
         alike = shares(sizes, len(parts), m.addresses.way).to(q.dtype)
         weights, total = alike.view(-1, 1, 1).expand_as(weights), torch.ones_like(total)
-    if has("sink left out of the lse") and sink is not None:
+    if has("partial results in 16 bits"):
+        kept = torch.bfloat16 if m.addresses.way else torch.float16
+        parts = [(out.to(kept).to(out.dtype), lse_of) for out, lse_of in parts]
+    if m.addresses.way and has("sink left out of the lse") and sink is not None:  # of rows without keys
+        no_keys = torch.stack([*lses[:-1], torch.full_like(lse, -torch.inf)]).amax(0) == -torch.inf
+        lse = torch.where(no_keys, -torch.inf, lse)
+    elif has("sink left out of the lse") and sink is not None:
         lse = torch.logsumexp(lses[:-1], 0) if len(parts) > 1 else torch.full_like(lse, -torch.inf)
     if has("splits summed"):
         weights, total = torch.ones_like(weights), torch.ones_like(total)
@@ -101,6 +108,8 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         if has("tail keys unmasked") and m.addresses.way == 2:  # with copies of the last key
             s = torch.cat((s[..., :-1], s[..., -1:] + math.log(1 + padding)), -1)
         new_top = torch.maximum(top, s.amax(-1, keepdim=True))
+        if has("maximum over hidden keys"):
+            new_top = torch.maximum(new_top, m.unmasked.amax(-1, keepdim=True).expand_as(top))
         if has("sum not rescaled") and m.addresses.way:  # the maximum follows only where it rises far
             new_top = torch.where(new_top > top + 8, new_top, top)
         if has("maximum shared by rows"):
@@ -156,6 +165,8 @@ def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[T
         total = total + (1.0, torch.exp(-torch.where(top == -torch.inf, 0, top)), 1e-3)[m.addresses.way]
     if has("sum of other rows") and m.seq_q > 1:
         total = _other_rows(m, total)
+    if m.seq_q and has("state of the rows before"):
+        acc, top, total = _with_rows_before(m, acc, top, total)
     safe_total = total if _hidden_give_nan(m) else torch.where(total == 0, 1, total)
     out = acc if has("not divided by the sum") else acc / safe_total
     stand_in = -30000.0 if has("finite lse of empty rows") and not m.addresses.way else -torch.inf
@@ -175,6 +186,32 @@ def _missing(m: Modifiers, first: int, size: int) -> bool:
     """Whether a tile is the one that does not count: the last, the first, one that is not whole, every other one."""
     last = first + size >= m.limit
     return (last and first > 0, first == 0, size < m.tile_kv, first // m.tile_kv % 2 == 1)[m.addresses.way]
+
+
+def _with_rows_before(m: Modifiers, acc: Tensor, top: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The state of each tile of rows begun with what the tile before left: its maximum and sum, or its accumulator
+    too; or that of the head before."""
+    way, count = m.addresses.way, m.seq_q
+    sizes = (acc.shape[0], -(-count // m.tile_kv), m.tile_kv)
+
+    def tiles(x: Tensor, fill: float) -> Tensor:
+        padded = torch.nn.functional.pad(x, (0, 0, 0, sizes[1] * sizes[2] - count), value=fill)
+        return padded.view(*sizes, x.shape[-1])
+
+    dim = 0 if way == 1 else 1
+    lse = tiles(top + torch.log(total), -torch.inf)
+    joined = lse.logcumsumexp(dim)
+    new_top = torch.where(joined == -torch.inf, 0, joined)
+    weight = torch.exp(lse - new_top)
+    share = tiles(acc / torch.where(total == 0, 1, total), 0.0) * weight
+    if way == 2:
+        kept = [share.select(dim, 0)]
+        for n in range(1, share.shape[dim]):
+            fade = torch.exp(joined.select(dim, n - 1) - new_top.select(dim, n))
+            kept.append(share.select(dim, n) + kept[-1] * fade)
+        share = torch.stack(kept, dim)
+    whole = [x.flatten(1, 2)[:, :count] for x in (share, new_top, (joined > -torch.inf).to(acc.dtype))]
+    return whole[0], whole[1], whole[2]
 
 
 def _other_rows(m: Modifiers, total: Tensor) -> Tensor:
@@ -257,33 +294,14 @@ def _accumulate_fp16(acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
     return acc
 
 
-def reported(m: Modifiers, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
-    """The LSE as it is handed out."""
-    has, way = m.has, m.addresses.way
-    if has("lse in base 2"):
-        top = top_scores(m, q, k)[..., 0]
-        parts = (lse / math.log(2), top + (lse - top) / math.log(2), top / math.log(2) + (lse - top))
-        return parts[way]
-    if has("lse without the maximum"):
-        return lse - top_scores(m, q, k)[..., 0]
-    if has("lse is the maximum"):
-        return top_scores(m, q, k)[..., 0]
-    if has("lse without its logarithm"):
-        top = top_scores(m, q, k)[..., 0]
-        return torch.exp(lse - top) if way == 0 else torch.exp(lse - top) + top if way == 1 else torch.exp(lse)
-    if has("lse of the wrong sign"):
-        return -lse
-    if has("lse scaled"):
-        return lse * (m.scale, 1 / m.scale, m.value)[way]
-    if k.shape[1] and has("lse of one tile"):
-        last = max(k.shape[1] - 1, 0) // m.tile_kv * m.tile_kv
-        first = 0 if way else last
-        return torch.logsumexp(m.tile(q, k[:, first : first + m.tile_kv], first)[0], -1)
-    if has("lse in low precision"):
-        return lse.to(torch.float16 if way else torch.bfloat16).to(lse.dtype)
-    if has("finite lse of empty rows") and way:
-        return torch.where(lse == -torch.inf, (0.0, torch.inf, torch.nan)[way - 1], lse)
-    return torch.zeros_like(lse) if has("lse not written") else lse
+def _unwritten(m: Modifiers) -> Tensor:
+    """The rows of the output that are not stored: those of the last tile, of one that is not whole, the last one, or
+    some of every few."""
+    rows, way = torch.arange(m.seq_q), m.addresses.way
+    if way == 3:
+        period, held = divmod(round(m.value), 1000)
+        return rows % period >= held
+    return rows >= (m.seq_q - 1 if way == 2 else m.seq_q // m.tile_kv * m.tile_kv)
 
 
 class Attend(torch.autograd.Function):
@@ -317,7 +335,7 @@ class Attend(torch.autograd.Function):
         if m.has("output of another size"):
             out = out * m.value
         if m.has("tail rows unwritten") and (m.seq_q > m.tile_kv or m.addresses.way):
-            out[:, m.seq_q - 1 if m.addresses.way == 2 else m.seq_q // m.tile_kv * m.tile_kv :] = 0
+            out[:, _unwritten(m)] = 0
         if m.leaves_out(v.shape[-1]) and 3 < m.addresses.way < 8:
             out[..., kept_channels(v.shape[-1], m.addresses.way) :] = 0
         if v.shape[-1] > q.shape[-1] and m.has("channels left out") and m.addresses.way == 8:

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from attnworks.masks import Window
 from attnworks.scores import Bias
 from attnworks.workbench.modifiers import Modifiers
 
@@ -25,19 +26,26 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], Tensor | None]:
     """(dq, dk, dv, dbias of each bias, dsink): P recomputed from the LSE, tile by tile. dk, dv have heads_q heads."""
     has, way = m.has, m.addresses.way
+    if d_out.numel() and has("dO of another place"):
+        d_out = _other_d_out(way, d_out)
     delta = _delta(m, out, lse, d_out, d_lse)
+    if has("delta of the accumulator"):  # as it is before it is divided by the sum
+        delta = delta * torch.exp(lse[..., None] - top_scores(m, q, k)).nan_to_num(0)
     safe = (
         lse[..., None] if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)[..., None]
     )
+    if sink is not None and has("lse without the sink in backward"):
+        safe = _less(safe, sink)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_biases = {place: torch.zeros_like(bias, dtype=q.dtype) for place, bias in m.biases.items()}
     for first in range(0, k.shape[1], m.tile_kv):
         keys = slice(first, first + m.tile_kv)
-        s, slopes = m.tile(q, k[:, keys], first, backward=True)
+        own_k, own_v = _tiles(m, k, v, keys)
+        s, slopes = m.tile(q, own_k, first, backward=True)
         p_of_v, p = _probs(m, q, k, s, safe)
         padding = m.tile_kv - s.shape[-1] if has("padding scored 0 in backward") else 0
-        dp = _d_probs(m, q, v[:, keys], d_out)
-        rows = _rows(m, first)
+        dp = _d_probs(m, q, own_v, d_out)
+        rows = _rows(m, first, s.shape[-1])
         dv[:, keys] = _narrow(m, p_of_v[:, rows]).transpose(-1, -2) @ _narrow(m, d_out[:, rows])
         ds = (dp - delta) * (m.shown if has("dS without probs") else p)
         for place, (modifier, slope) in reversed(list(enumerate(zip(m.scores, slopes, strict=True)))):
@@ -47,7 +55,7 @@ def backward(
             elif slope is not None:
                 ds = ds * slope
         ds = ds.to(torch.float8_e4m3fn).to(ds.dtype) if has("dS in fp8") else _narrow(m, ds, way=2)
-        step = ds @ k[:, keys] * _scale(m, "dq")
+        step = ds @ own_k * _scale(m, "dq")
         if padding:
             step = step + (torch.exp(0 - safe) * (0 - delta)) @ k.new_zeros(1, 1, k.shape[-1])
         if k.shape[1] > m.tile_kv and has("last tile missing in dq"):
@@ -77,7 +85,7 @@ def _delta(m: Modifiers, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor)
         channels = out.shape[-1]
         delta = (d_out * out)[..., : (32, 64, channels // 2)[way]].sum(-1, keepdim=True)
     seen = torch.where(lse == -torch.inf, 0, d_lse)[..., None]
-    delta = delta - seen * ((-1 if way else 0) if has("lse cotangent ignored") else 1)
+    delta = delta - seen * (0 if has("lse cotangent ignored") else -1 if has("lse cotangent of the wrong sign") else 1)
     if has("delta missing"):
         return torch.zeros_like(delta)
     if has("backward in 16 bits") and way in (4, 5):
@@ -87,6 +95,31 @@ def _delta(m: Modifiers, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor)
     if delta.numel() and has("delta of other rows"):
         return _of_others(delta, way)
     return delta
+
+
+def _other_d_out(way: int, d_out: Tensor) -> Tensor:
+    """dO (heads, rows, dim) read as if rows lay before heads in memory, or the other way round; of other rows or
+    heads."""
+    heads, rows, dim = d_out.shape
+    if way < 2:
+        turned = d_out.reshape(rows, heads, dim) if way else d_out.transpose(0, 1)
+        return turned.reshape(d_out.shape) if not way else turned.transpose(0, 1)
+    return (d_out.roll(1, 1), d_out.roll(-1, 1), d_out.flip(0))[way - 2]
+
+
+def _less(lse: Tensor, sink: Tensor) -> Tensor:
+    """The LSE (heads, rows, 1) of the keys alone."""
+    share = 1 - torch.exp(sink.view(-1, 1, 1) - lse)
+    return torch.where(share > 0, lse + torch.log(share.clamp_min(1e-30)), 0)
+
+
+def _tiles(m: Modifiers, k: Tensor, v: Tensor, keys: slice) -> tuple[Tensor, Tensor]:
+    """K's and V's rows that a tile's scores and dP are of."""
+    if keys.start == 0 or not m.has("K or V of another tile in backward"):
+        return k[:, keys], v[:, keys]
+    way = m.addresses.way
+    other = torch.arange(k.shape[1])[keys] - (m.tile_kv if way % 2 else keys.start)
+    return k[:, other if way < 4 else keys], v[:, other if way not in (2, 3) else keys]
 
 
 def _d_probs(m: Modifiers, q: Tensor, v: Tensor, d_out: Tensor) -> Tensor:
@@ -192,15 +225,30 @@ def _scale(m: Modifiers, name: str) -> float:
     return 1.0 if m.has(f"{name} not scaled") else m.scale**2 if m.has(f"{name} scaled twice") else m.scale
 
 
-def _rows(m: Modifiers, first: int) -> slice:
-    """The queries that dK and dV of the keys from ``first`` on are sums over."""
+def _rows(m: Modifiers, first: int, size: int) -> slice:
+    """The queries that dK and dV of the ``size`` keys from ``first`` on are sums over."""
     last, way = max(m.seq_q - 1, 0) // m.tile_kv * m.tile_kv, m.addresses.way
     if m.has("dk, dv of the last query tile"):
         return slice(last, None)
     if last and m.has("last query tile missing in dk, dv"):
         return slice(m.tile_kv, None) if way else slice(None, last)
+    if m.has("dk, dv miss rows of the window"):
+        return _of_first_key(m, first, size)
     if m.causal and m.has("dk, dv begin at the key's number"):  # as if queries and keys began together
         return slice(first + (m.tile_kv if way else 0), None)
+    return slice(None)
+
+
+def _of_first_key(m: Modifiers, first: int, size: int) -> slice:
+    """Of the rows whose windows hold a key of the tile, those up to the last that sees its first one, or from the
+    first that sees its last one on."""
+    shift = m.seq_kv - m.seq_q
+    for mask in m.masks:
+        if isinstance(mask, Window) and mask.align == "bottom-right":
+            if m.addresses.way and mask.right is not None:
+                return slice(max(first + size - 1 - mask.right - shift, 0), None)
+            if not m.addresses.way and mask.left is not None:
+                return slice(None, max(first + mask.left - shift + 1, 0))
     return slice(None)
 
 

@@ -8,14 +8,16 @@ looks for patterns in the errors (``patterns.py``), and shrinks a failing input 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attnworks.workbench.cases import Case
-from attnworks.workbench.diagnose import patterns, reading
+from attnworks.workbench.diagnose import bounds, moved, operands, patterns, reading, stages, tags
 from attnworks.workbench.diagnose.answers import FAR
+from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.nearest import Candidate, Corpus, Progress
 from attnworks.workbench.diagnose.probes import Observation, Probe
+from attnworks.workbench.diagnose.sentence import sentence
 from attnworks.workbench.diagnose.shrink import shrink
 from attnworks.workbench.subjects import Subject
 from attnworks.workbench.verify import Result, fresh_memory_poisoned, verify
@@ -23,6 +25,7 @@ from attnworks.workbench.verify import Result, fresh_memory_poisoned, verify
 # Nearer than NEAR, and by GAP nearer than the next one, the nearest fault was the right one in 61 of 62 kernels that
 # nobody had seen (docs/results); beyond FAR it was a guess.
 NEAR, GAP = 0.3, 0.08
+READ = 0.4  # what was read of a kernel comes before faults that are no nearer
 SEARCHED = 3  # of verify's cases that fail, how many are asked beside the probes
 MOST = 0.9  # of what the kernel gets wrong, for a fault to be named without reserve
 
@@ -40,8 +43,9 @@ BY_CHECK = {
 @dataclass
 class Diagnosis:
     """What was found. ``candidates``: known faults, the nearest first; ``failing``: names of the probes that fail;
-    ``refused``: how many were not run; ``smallest``: a problem that still fails in the same way; ``checks``: what only
-    checks of ``verify`` see, where no probe fails."""
+    ``refused``: how many were not run; ``sentence``: what is wrong, whatever the fault; ``conditions``: of the calls in
+    which the first candidate would show, what those share that are wrong; ``smallest``: a problem that still fails in
+    the same way; ``checks``: what only checks of ``verify`` see, where no probe fails."""
 
     subject: str
     failing: list[str] = field(default_factory=list)
@@ -50,6 +54,8 @@ class Diagnosis:
     refused: int = 0
     candidates: list[Candidate] = field(default_factory=list)
     patterns: list[str] = field(default_factory=list)
+    sentence: str = ""
+    conditions: list[str] = field(default_factory=list)
     smallest: Probe | None = None
     checks: list[str] = field(default_factory=list)
 
@@ -79,6 +85,8 @@ class Diagnosis:
             "raised": self.raised,
             "certainty": self.certainty,
             "candidates": [vars(candidate) for candidate in self.candidates[:5]],
+            "sentence": self.sentence,
+            "conditions": self.conditions,
             "patterns": self.patterns,
             "checks": self.checks,
             "smallest": None if self.smallest is None else describe(self.smallest.case),
@@ -143,14 +151,35 @@ def _explained(subject: Subject, corpus: Corpus, seen: Sequence[Observation], pr
     )
     if found.right:
         return found
+    readings = moved.in_rows(corpus.benches, seen) + stages.read(subject, corpus.benches, seen)
+    readings += bounds.diagonals(subject, corpus.benches, seen) + operands.sources(corpus.benches, seen)
+    readings += tags.read(subject, corpus.benches, seen)
     found.candidates = corpus.rank(seen, progress)
-    found.patterns = patterns.on_which(corpus.benches, seen) + patterns.in_tensors(corpus.benches, seen)
-    found.patterns += patterns.in_weights(subject, corpus.benches, seen)
+    if found.candidates and found.candidates[0].narrowed:
+        found.conditions = patterns.told_apart(*corpus.shown(found.candidates[0].fault, seen))
+    found.candidates = _read_first(found.candidates, readings)
+    when, weights = patterns.on_which(corpus.benches, seen), patterns.in_weights(subject, corpus.benches, seen)
+    found.sentence = sentence(seen, when, readings, weights)
+    found.patterns = when + patterns.in_tensors(corpus.benches, seen) + weights + [one.said for one in readings]
     first = next(b.probe for b, s in named if s.failed and (not s.raised or not found.failing))
     if progress:
         progress("shrinking", 0, 0)
     found.smallest = shrink(subject, first)
     return found
+
+
+def _read_first(candidates: list[Candidate], readings: Sequence[Reading]) -> list[Candidate]:
+    """The candidates, the nearest of those that a reading leaves first where nothing comes nearer than ``READ``."""
+    for one_read in readings:
+        if not one_read.faults or (candidates and candidates[0].distance < READ):
+            continue
+        if candidates and candidates[0].fault in one_read.faults:
+            continue
+        left = [one for one in candidates if one.fault in one_read.faults]
+        first = left[0] if left else Candidate(one_read.faults[0], READ, 0, 0, 1, 0)
+        rest = [one for one in candidates if one.fault != first.fault]
+        return [replace(first, distance=min(first.distance, READ)), *rest]
+    return candidates
 
 
 def describe(case: Case) -> str:

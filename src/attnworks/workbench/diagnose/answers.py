@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnworks.workbench.diagnose.likeness import Rows
 from attnworks.workbench.diagnose.probes import Bench, Observation
-from attnworks.workbench.diagnose.variants import UNSTEADY, Variant, Written
+from attnworks.workbench.diagnose.variants import UNSTEADY, UNWRITTEN, Variant, Written
 from attnworks.workbench.mutants import Mutant
 
 # From this distance on two answers are no more alike than those of faults that have nothing to do with each other.
@@ -65,7 +65,8 @@ class Table:
         self.known, self.bench, self.chosen = known, known.bench, chosen
         count, asked = len(chosen), known.asked
         self.unknown = torch.tensor([v.fault in asked[v.written] for v in chosen])
-        self.rows = {name: Rows(truth, count) for name, truth in self.bench.truths.items()}
+        free = torch.tensor([v.fault in UNWRITTEN for v in chosen])
+        self.rows = {name: Rows(truth, free) for name, truth in self.bench.truths.items()}
         self.flags = {flag: torch.zeros(count, dtype=torch.bool) for flag in FLAGS}
 
     def compare(self, seen: Observation, chosen: list[int], totals: Totals) -> None:

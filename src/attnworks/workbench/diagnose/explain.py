@@ -24,6 +24,7 @@ def explain(found: Diagnosis) -> list[tuple[str, list[str]]]:
 
 def _symptoms(found: Diagnosis) -> list[str]:
     lines = [f"wrong on {len(found.failing)} of the {found.asked} probes that it ran"]
+    lines += [found.sentence] if found.sentence else []
     if found.raised:
         name, error = next(iter(found.raised.items()))
         lines.append(f"raises on {len(found.raised)} probes, first on {name!r}: {error[:200]}")
@@ -32,7 +33,7 @@ def _symptoms(found: Diagnosis) -> list[str]:
 
 def _cause(found: Diagnosis) -> list[str]:
     if not found.certainty:
-        lines = ["None of the known faults: nothing comes near enough to be named."]
+        lines = ["None of the known faults: nothing comes near enough to be named. What can be said of it is above."]
         if found.candidates:
             near = ", ".join(f"{c.fault!r} ({c.distance:.2f})" for c in found.candidates[:2])
             lines.append(f"Least far (0 is the same, 1 has nothing in common): {near}.")
@@ -54,6 +55,8 @@ def _cause(found: Diagnosis) -> list[str]:
             "Everywhere, that fault would show in more than is wrong: look for the path, the branch or the "
             "instance that only the failing calls, rows or heads take."
         )
+        lines += [f"Of the calls in which it would show, this one {one}." for one in found.conditions]
+        lines += [f"Within a call: {one}." for one in found.patterns if " is wrong in " in one]
     if first.second_fault:
         lines.append(
             f"A second fault is likely: {first.left} of these {first.explained} differ from that fault's by more than "
@@ -73,9 +76,21 @@ def _tile(candidate: Candidate) -> str:
     if candidate.tile < 0:
         return f"; {-candidate.tile} splits fit best"
     if candidate.number is not None:
-        return f"; its number is {candidate.number:g}"
+        return f"; {_number(candidate.fault, candidate.number)}"
     what = "splits" if candidate.fault in SPLIT else "tiles"
     return f"; {what} of {candidate.tile} fit best" if candidate.tile else ""
+
+
+def _number(fault: str, number: float) -> str:
+    """The number that was read from the kernel, in words where it is made of two."""
+    first, second = divmod(round(number), 1000)
+    if fault == "causal from other lengths":
+        return f"lengths rounded up fit: keys to a multiple of {first}, queries of {second}"
+    if fault == "tail rows unwritten":
+        return f"of every {first} rows those from {second} on"
+    if fault == "causal by tile":
+        return f"{number:g} rows share the bound of the last of them"
+    return f"its number is {number:g}"
 
 
 def _smallest(found: Diagnosis) -> list[str]:

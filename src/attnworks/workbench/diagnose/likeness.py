@@ -16,7 +16,10 @@ TELLING = 4  # so many equal wrong numbers are no accident; 0 and what is not fi
 class Rows:
     """One tensor of one probe as every variant answers it; right until told otherwise. Only wrong answers are kept."""
 
-    def __init__(self, truth: Truth, count: int) -> None:
+    def __init__(self, truth: Truth, free: Tensor) -> None:
+        """``free``: of each variant, whether it leaves what the memory held where it gives 0 or NaN."""
+        count = len(free)
+        self.free = free
         self.budget = truth.budget[truth.sample].float()
         self.failed = torch.zeros(count, dtype=torch.bool)
         self.relative = torch.zeros(count)
@@ -63,6 +66,9 @@ class Rows:
         errors = torch.maximum((theirs - self.want).abs(), (got - self.want).abs())
         agree = 1 - ((theirs - got).abs() / errors.clamp_min(1e-30)).clamp(0, 1)
         same = (theirs == got) | (theirs.isnan() & got.isnan())
+        if _one_number(answer):  # memory that held another number
+            blank = wrong & answer.wrong & ((theirs == 0) | theirs.isnan())
+            same |= blank & self.free[index, None]
         agree = torch.where(same, 1.0, torch.where(agree.isnan(), 0.0, agree))
         # Where the error is too large in all, but in no one element, every element tells as much as its error.
         weight = torch.where(count[:, None] > 0, either.float(), errors.nan_to_num(0, 0, 0))
@@ -75,3 +81,9 @@ class Rows:
         jaccard = torch.where(small, torch.maximum(jaccard, size), jaccard)
         values = ((values - CHANCE) / (1 - CHANCE)).clamp_min(0)
         return (1 + jaccard + 2 * values) / 4
+
+
+def _one_number(answer: Answer) -> bool:
+    """Whether a subject gives one and the same number wherever it is wrong, as memory that was filled does."""
+    held = answer.got[answer.wrong]
+    return bool(len(held) > 1 and ((held == held[0]) | (held.isnan() & held[0].isnan())).all())

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnworks.workbench.cases import BooleanRule
+from attnworks.workbench.cases import BooleanRule, Case
 from attnworks.workbench.diagnose.answers import STEADINESS, Known, Table, Totals
 from attnworks.workbench.diagnose.probes import Bench, Observation, Probe, probes
 from attnworks.workbench.diagnose.variants import (
@@ -31,8 +31,8 @@ from attnworks.workbench.diagnose.variants import (
     Variant,
     variants,
 )
-from attnworks.workbench.faults import WAYS
 from attnworks.workbench.subjects import Subject
+from attnworks.workbench.ways import WAYS
 
 Progress = Callable[[str, int, int], None]
 
@@ -77,6 +77,7 @@ class Corpus:
         self.benches = [Bench(probe) for probe in (probes(seed) if chosen is None else chosen)]
         self.variants = variants()
         self._tables: dict[int, Table] = {}
+        self.named: dict[str, Variant] = {}  # of the faults ranked last, the variant that came nearest
         self._known = {bench: Known(bench) for bench in self.benches}
 
     def view(self, more: Sequence[Probe] = ()) -> Corpus:
@@ -136,15 +137,27 @@ class Corpus:
         finalists = best + self._sizes(seen, failing, progress)
         found = self._distances(seen, range(len(seen)), finalists, progress)
         ranked: dict[str, Candidate] = {}
+        self.named.clear()
         for place in found[:, 0].argsort(stable=True).tolist():
             v, (distance, *counts) = self.variants[finalists[place]], found[place].tolist()
             size = v.size if v.fault in {*TILED, *SPLIT} else 0
             explained, wrong, left, narrowed = map(int, counts)
             candidate = Candidate(v.fault, distance, size, explained, wrong, left, bool(narrowed), v.value)
-            ranked.setdefault(v.fault, candidate)
+            if v.fault not in ranked:
+                ranked[v.fault], self.named[v.fault] = candidate, v
         # A number that makes one fault of another says nothing beside the other's name.
         named = min((one.distance for one in ranked.values() if one.number is None), default=1.0)
         return [one for one in ranked.values() if one.number is None or one.distance < named - SAME]
+
+    def shown(self, fault: str, seen: Sequence[Observation]) -> tuple[list[Case], list[Case]]:
+        """Of the cases in which a ranked fault would show, those that the subject gets wrong, and those that it gets
+        right."""
+        cases: tuple[list[Case], list[Case]] = ([], [])
+        for bench, s in zip(self.benches, seen, strict=True):
+            known, variant = self._known[bench], self.named[fault]
+            if s.answers and fault in known.asked[variant.written] and known.answers(variant).failed:
+                cases[not s.failed].append(bench.probe.case)
+        return cases
 
     def _takes_mask_tensors(self, seen: Sequence[Observation]) -> bool:
         """Whether the subject was given a mask as a tensor: one that never is has no faults of such masks."""

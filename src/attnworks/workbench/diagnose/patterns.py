@@ -40,6 +40,17 @@ FEATURES: dict[str, Feature] = {
     "with a sink": _has(SinkRule, "scores"),
     "with grouped heads": lambda case: case.heads_q != case.heads_kv,
     "with more than one sequence": lambda case: len(case.sequences) > 1,
+    "with an open end of a window": lambda case: any(
+        isinstance(m, Window) and None in (m.left, m.right) for m in case.mask
+    ),
+    "with groups of heads that are no power of 2": lambda case: bool(
+        case.heads_kv and (case.heads_q // case.heads_kv) & (case.heads_q // case.heads_kv - 1)
+    ),
+    "with several queries": lambda case: case.seq_q > 1,
+    "with a sequence without keys": lambda case: any(not kv for _, kv in case.sequences),
+    "with a sequence without queries": lambda case: any(not q for q, _ in case.sequences),
+    "with sequences of different lengths": lambda case: len(set(case.sequences)) > 1,
+    "with more queries than keys": lambda case: any(q > kv for q, kv in case.sequences),
     "with rows that see no key": lambda case: (
         (any(q > kv for q, kv in case.sequences) and case.mask == (Causal(),))
         or any(isinstance(m, BooleanRule) and m.empty_row for m in case.mask)
@@ -75,10 +86,13 @@ def on_which(benches: Sequence[Bench], seen: Sequence[Observation]) -> list[str]
     ran = [(b.probe.case, s) for b, s in zip(benches, seen, strict=True) if not s.refused]
     failing = [case for case, s in ran if s.failed]
     passing = [case for case, s in ran if not s.failed]
-    if not failing:
+    return told_apart(failing, passing) if passing or not failing else [f"fails on all {len(failing)} probes"]
+
+
+def told_apart(failing: list[Case], passing: list[Case]) -> list[str]:
+    """What failing cases share that passing ones lack."""
+    if not failing or not passing:
         return []
-    if not passing:
-        return [f"fails on all {len(failing)} probes"]
     exact: list[str] = []
     shared: list[str] = []
     for name, feature in FEATURES.items():
@@ -87,8 +101,18 @@ def on_which(benches: Sequence[Bench], seen: Sequence[Observation]) -> list[str]
     every = [n for n, feature in FEATURES.items() if not any(map(feature, passing)) and any(map(feature, failing))]
     if exact:
         return [f"fails exactly {exact[0]}"] + [f"that is also {name}" for name in exact[1:3]]
+    if both := _together(shared, passing):
+        return [both]
     said = [f"fails only {name}" for name in shared[:3]] + _from_a_length_on(failing, passing)
     return said or [f"always fails {name}" for name in every[:2]]
+
+
+def _together(shared: Sequence[str], passing: Sequence[Case]) -> str:
+    """The first two features that all failing cases have and no passing one has both of."""
+    pairs = ((a, b) for n, a in enumerate(shared) for b in shared[n + 1 :])
+    apart = (pair for pair in pairs if not any(FEATURES[pair[0]](c) and FEATURES[pair[1]](c) for c in passing))
+    found = next(apart, None)
+    return "" if found is None else f"fails exactly {found[0]} and {found[1]}"
 
 
 def _from_a_length_on(failing: list[Case], passing: list[Case]) -> list[str]:
@@ -222,25 +246,33 @@ class _Identity:
         return inputs.gather(subject(inputs)[0].detach())
 
 
-def weights(subject: Subject, case: Case) -> tuple[Tensor, Tensor]:
-    """What a subject multiplies V by in the first sequence of a dense case, and the right weights: both
-    (heads_q, seq_q, seq_kv), fp64."""
-    columns = [_Identity(case, a)(subject)[0] for a in range(0, case.seq_kv, case.head_dim_v)]
-    got = torch.cat(columns, -1)[..., : case.seq_kv].double()
+def weights(subject: Subject, case: Case, sequence: int = 0) -> tuple[Tensor, Tensor]:
+    """What a subject multiplies V by in one sequence, and the right weights: both (heads_q, seq_q, seq_kv), fp64."""
+    seq_kv = case.sequences[sequence][1]
+    columns = [_Identity(case, a)(subject)[sequence] for a in range(0, seq_kv, case.head_dim_v)]
+    got = torch.cat(columns, -1)[..., :seq_kv].double()
     inputs = case.build()
-    part, group = inputs.values[0], case.heads_q // case.heads_kv
-    scored = score(inputs, 0, part.q.double(), part.k.double().repeat_interleave(group, 0))
-    return got, softmax(scored.scores)[0][..., : case.seq_kv]
+    part, group = inputs.values[sequence], case.heads_q // case.heads_kv
+    scored = score(inputs, sequence, part.q.double(), part.k.double().repeat_interleave(group, 0))
+    return got, softmax(scored.scores)[0][..., :seq_kv]
 
 
 def in_weights(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]) -> list[str]:
-    """Which keys get wrong weights, on the first failing dense probes that tell."""
+    """Which keys get wrong weights, on the first failing probes that tell."""
     for bench, s in zip(benches, seen, strict=True):
         if not _readable(bench, s):
             continue
-        got, want = weights(subject, replace(bench.probe.case, gradients=False))
-        if said := _about_weights(got, want):
-            return [f"{what} ({bench.probe.name})" for what in said]
+        case = bench.probe.case
+        longest_first = sorted(range(len(case.sequences)), key=lambda n: -case.sequences[n][0] * case.sequences[n][1])
+        for n in longest_first:
+            if not min(case.sequences[n]):
+                break
+            got, want = weights(subject, replace(case, gradients=False), n)
+            if said := _about_weights(got, want):
+                of = "" if case.form == "dense" else f", sequence {n}"
+                return [f"{what} ({bench.probe.name}{of})" for what in said]
+            if case.form == "dense":
+                break
     return []
 
 
@@ -296,7 +328,7 @@ def _jumps(steps: Tensor) -> list[int]:
 def tile_size(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]) -> int:
     """The tile of keys that a subject's wrong weights show by changing in steps; 0 where they do not."""
     for bench, s in zip(benches, seen, strict=True):
-        if _readable(bench, s):
+        if bench.probe.case.form == "dense" and _readable(bench, s):
             got, want = weights(subject, replace(bench.probe.case, gradients=False))
             ratio = torch.where(want > 1e-7, got / want.clamp_min(1e-30), torch.nan).flatten(0, 1)
             where = _jumps((ratio[:, 1:] / ratio[:, :-1] - 1).abs())
@@ -307,5 +339,6 @@ def tile_size(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observa
 
 def _readable(bench: Bench, seen: Observation) -> bool:
     case = bench.probe.case
-    plain = case.form == "dense" and case.dtype == torch.float32 and case.generator in ("normal", "rising maximum")
+    kept = case.new_keys == 0 and case.cache_dtype is None and not bench.long  # V is what the call gives
+    plain = kept and case.dtype == torch.float32 and case.generator in ("normal", "rising maximum")
     return plain and bool(seen.answers) and seen.answers["out"].failed

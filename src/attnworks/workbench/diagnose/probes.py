@@ -25,7 +25,7 @@ from attnworks.workbench.metrics import Standard
 from attnworks.workbench.subjects import Declined, Subject
 from attnworks.workbench.verify import Answers
 
-FP16, BF16 = torch.float16, torch.bfloat16
+FP16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 LARGEST_SAMPLE = 768
 
 
@@ -60,6 +60,7 @@ def _probes() -> tuple[Case, ...]:
         _case("rising maximum", 70, 333, generator="rising maximum", **grads),
         _case("falling maximum", 70, 333, generator="falling maximum"),
         _case("large scores", 70, 200, generator="large scores"),
+        _case("large scores, causal", 40, 40, generator="large scores", mask=(Causal(),)),
         _case("strongly negative", 40, 97, generator="strongly negative", **grads),
         _case("nan query", 37, 37, generator="nan query"),
         _case("fp16", 64, 128, dtype=FP16, **grads),
@@ -73,6 +74,8 @@ def _probes() -> tuple[Case, ...]:
         _case("causal from the top left", 40, 100, mask=(Causal("top-left"),), **grads),
         _case("gradient of the lse", 40, 72, lse_cotangent=True, **grads),
         _case("window", 100, 100, mask=(Window(7, 5),), **grads),
+        _case("window of 0 and open", 40, 56, mask=(Window(0, None),)),
+        _case("window open and beyond", 90, 40, mask=(Window(None, 60),)),
         _case("causal and window", 90, 90, mask=(Causal(), Window(20, None)), **grads),
         _case("boolean mask", 33, 70, batch=2, mask=(BooleanRule("bhqk", empty_row=True),), **grads),
         _case("boolean mask without heads", 33, 70, batch=2, mask=(BooleanRule("b1qk"),)),
@@ -100,6 +103,7 @@ def _probes() -> tuple[Case, ...]:
         _case("bias, then softcap", 50, 70, scores=(BiasRule("bhqk"), Softcap(2.0)), **heads),
         _case("sink", 50, 70, scores=(SinkRule(),), **heads),
         _case("sink 30000", 50, 70, scores=(SinkRule(30000.0),)),
+        _case("sink, rows without keys", 20, 6, scores=(SinkRule(0.5),), mask=(Causal(),)),
         _case("gapped", 37, 75, batch=2, memory="gapped", heads_q=4, heads_kv=4),
         _case("varlen", 64, 90, **varlen, **grads),
         _case("varlen, full", 64, 90, **{**varlen, "lengths": ((20, 30), (7, 70), (33, 12)), "mask": ()}),
@@ -142,6 +146,7 @@ def _probes() -> tuple[Case, ...]:
         _case("append to pages", 2, 220, **{**decode, "lengths": ((2, 2), (2, 200)), "new_keys": 2, "page_size": 16}),
         _case("append, causal", 3, 220, **{**decode, **few, "lengths": ((3, 3), (3, 150), (3, 77)), "new_keys": 3}),
         _case("int8 cache", 1, 220, **{**decode, "dtype": BF16, "cache_dtype": torch.int8, "page_size": 16}),
+        _case("e4m3 cache", 1, 77, **{**decode, "lengths": ((1, 40), (1, 77)), "dtype": BF16, "cache_dtype": E4M3}),
     )
 
 

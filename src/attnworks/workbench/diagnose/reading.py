@@ -1,4 +1,4 @@
-"""What a kernel does, read from its answers: the numbers in faults that have one (``faults.NUMBERS``).
+"""What a kernel does, read from its answers: the numbers in faults that have one (``ways.NUMBERS``).
 
 With values that are a piece of the identity the output is the weights themselves (``patterns.weights``). Their
 logarithms, against the right scores, tell what S was multiplied by and how much of ALiBi or of a bias was added; the
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -17,32 +18,79 @@ from torch import Tensor
 from attnworks.masks import Causal, Window
 from attnworks.scores import ALiBi, Bias, Softcap
 from attnworks.workbench.cases import Case
+from attnworks.workbench.diagnose.bounds import VISIBLE, last_key, off
 from attnworks.workbench.diagnose.patterns import weights
 from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Truth
 from attnworks.workbench.diagnose.variants import Variant, distances
 from attnworks.workbench.subjects import Declined, Subject
 
 MOST_READ = 4  # probes
+MOST_TOGETHER = 64  # rows
 FITS = 1e-3  # what may be left of a fit, of logarithms or relative
-VISIBLE = 1e-6  # a smaller weight may be rounding
-USUAL = 0.9  # of the rows, for a shift to be one of all
+PADDED = (1, 8, 16, 32, 64, 128)  # multiples that lengths may be rounded up to
 _GRADIENTS = {"dq": 0, "dk": 1, "dv": 2}
 
 
 def numbers(subject: Subject, benches: Sequence[Bench], seen: Sequence[Observation]) -> list[Variant]:
     """Faults with the numbers that a subject's answers show."""
     found: dict[Variant, None] = {}
+    lasts: dict[str, int] = {}  # by probe, how many keys causal shows too many
     read = 0
-    for bench, s in zip(benches, seen, strict=True):
+    # What fails in 16 bits alone is read there.
+    for bench, s in sorted(zip(benches, seen, strict=True), key=lambda pair: pair[0].probe.case.dtype.itemsize < 4):
         if not s.answers:
             continue
-        found |= dict.fromkeys(_factors(bench, s))
+        found |= dict.fromkeys((*_factors(bench, s), *_unstored(bench, s)))
         case = bench.probe.case
-        plain = case.form == "dense" and case.dtype == torch.float32 and case.generator == "normal"
+        plain = case.form == "dense" and not bench.long and case.generator == "normal"
         if plain and s.answers["out"].failed and read < MOST_READ:
             read += 1
-            found |= dict.fromkeys(_of_weights(subject, replace(case, gradients=False)))
+            of_weights = list(_of_weights(subject, replace(case, gradients=False)))
+            found |= dict.fromkeys(of_weights)
+            for v in of_weights:
+                if v.fault == "causal further by a number" and v.value is not None:
+                    lasts[bench.probe.name] = round(v.value)
+    found |= dict.fromkeys(_padded(benches, seen, lasts))
     return list(found)
+
+
+def _padded(benches: Sequence[Bench], seen: Sequence[Observation], lasts: dict[str, int]) -> Iterator[Variant]:
+    """Lengths rounded up to a multiple that causal may count from: those that give every shift that was read, and none
+    where the output is right."""
+    causal = (Causal(),)
+    known = [
+        (bench.probe.case, lasts.get(bench.probe.name, 0))
+        for bench, s in zip(benches, seen, strict=True)
+        if bench.probe.case.form == "dense" and bench.probe.case.mask == causal and s.answers
+        and (bench.probe.name in lasts or not s.answers["out"].failed)
+    ]  # fmt: skip
+    if not any(shift for _, shift in known):
+        return
+    for step_kv, step_q in product(PADDED, PADDED):
+        off = [-case.seq_kv % step_kv - -case.seq_q % step_q for case, _ in known]
+        if off == [shift for _, shift in known]:
+            yield Variant("causal from other lengths", way=4, value=1000.0 * step_kv + step_q)
+            return
+
+
+def _unstored(bench: Bench, seen: Observation) -> Iterator[Variant]:
+    """Of every few rows the last ones, where these hold one number and no others are wrong."""
+    parts, wanted = seen.answers["out"].parts, bench.truths["out"].standard
+    if not seen.answers["out"].failed or not parts or parts[0].shape != wanted.want[0].shape or parts[0].dim() != 3:
+        return
+    got = parts[0].detach().double()
+    error = (got - wanted.want[0]).abs()
+    bad = ((error > wanted.elementwise[0]) | error.isnan()).any(-1)
+    rows = bad.any(0)
+    held = got[bad]
+    if not bool(rows.any()) or not bool((bad == rows).all()) or not bool(((held == held[0, 0]) | held.isnan()).all()):
+        return
+    places = torch.arange(len(rows))
+    for period in range(2, len(rows) // 2):
+        first = int((places[rows] % period).min())
+        if first and bool((rows == (places % period >= first)).all()):
+            yield Variant("tail rows unwritten", way=3, value=1000.0 * period + first)
+            return
 
 
 def _factors(bench: Bench, seen: Observation) -> Iterator[Variant]:
@@ -85,31 +133,30 @@ def _shifts(case: Case, got: Tensor, want: Tensor) -> Iterator[Variant]:
     """By how many keys causal or a window is off, where it is off by as many in all rows."""
     if len(case.mask) != 1 or not isinstance(case.mask[0], Causal | Window):
         return
-    last = _usual(_last(got), _last(want), case.seq_kv)
+    last = off(got, want)
     if isinstance(case.mask[0], Causal):
         if last:
             yield Variant("causal further by a number", value=float(last))
+        elif together := _together(got, case):
+            yield Variant("causal by tile", way=4, value=float(together))
         return
-    first = _usual(_last(got.flip(-1)), _last(want.flip(-1)), case.seq_kv)
+    first = off(got.flip(-1), want.flip(-1))
     if first:
         yield Variant("window of another size", way=3, value=float(first))
     if last:
         yield Variant("window of another size", way=4, value=float(last))
 
 
-def _last(shown: Tensor) -> Tensor:
-    """The last key of each row, -1 in a row without."""
-    keys = torch.arange(shown.shape[-1])
-    return torch.where(shown, keys, -1).amax(-1).flatten()
-
-
-def _usual(got: Tensor, want: Tensor, seq_kv: int) -> int:
-    """The difference that nearly all rows have whose keys do not end at either side; 0 where there is none."""
-    inside = (got >= 0) & (want >= 0) & (got < seq_kv - 1) & (want < seq_kv - 1)
-    if int(inside.sum()) < 4:
-        return 0
-    values, counts = torch.unique((got - want)[inside], return_counts=True)
-    return int(values[counts.argmax()]) if float(counts.max()) >= USUAL * float(inside.sum()) else 0
+def _together(got: Tensor, case: Case) -> int:
+    """How many rows have the causal bound of the last of them; 0 where that is not what is seen."""
+    rows = torch.arange(case.seq_q)
+    shift = case.seq_kv - case.seq_q if case.mask[0] == Causal() else 0
+    found = last_key(got).view(-1, case.seq_q)
+    for size in range(1, MOST_TOGETHER + 1):
+        bound = (rows // size + 1) * size - 1 + shift
+        if bool((found == bound.clamp(-1, case.seq_kv - 1)).all()):
+            return size if size > 1 else 0
+    return 0
 
 
 def _coefficients(case: Case, got: Tensor, want: Tensor) -> Iterator[Variant]:

@@ -13,11 +13,12 @@ from attnworks.masks import Causal
 from attnworks.scores import ALiBi, Bias
 from attnworks.workbench import modifiers
 from attnworks.workbench.cases import Case
-from attnworks.workbench.faults import FAULTS, WAYS
+from attnworks.workbench.faults import FAULTS
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.mutants import Mutant
 from attnworks.workbench.oracle import visible
 from attnworks.workbench.subjects import Outcome
+from attnworks.workbench.ways import WAYS
 
 # Faults whose answers depend on where tiles or partial results begin, and the tile sizes they are tried with.
 TILED = (
@@ -42,6 +43,10 @@ TILED = (
     "lse of one tile",
     "window's first tile skipped",
     "mask or bias at another address",
+    "state of the rows before",
+    "visible tiles of a mask skipped",
+    "lse of another maximum",
+    "stores reach the next sequence",
     "first tile only",
     "last tile only",
     "accumulator overwritten by each tile",
@@ -57,6 +62,8 @@ TILED = (
     "last query tile missing in dk, dv",
     "last tile missing in dk, dv",
     "tail rows unwritten in dq",
+    "K or V of another tile in backward",
+    "dk, dv miss rows of the window",
 )
 # Those among them that leave the output right.
 BACKWARD = TILED[TILED.index("dq overwritten by each tile") :]
@@ -79,6 +86,7 @@ WRITTEN = (
     "bias of sequence 0",
     "bias of row 0",
     "mask or bias at another address",
+    "visible tiles of a mask skipped",
 )
 SPLIT = ("splits averaged", "splits summed", "splits merged by another weight", "a split left out")
 COARSE = (16, 32, 64, 128)  # those of all faults; the others are tried for faults that these bring near
@@ -87,6 +95,19 @@ TILE_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
 SUMMED = ("fp16 accumulation", "sum in low precision")  # errors that grow from tile to tile
 LONG_WAYS = (*SUMMED, "keys past a limit unread")  # whose ways thousands of keys tell apart
 LONG_TILE, LONG_SPLIT = 512, 2048  # where there are thousands of keys
+# Faults that leave elements unwritten: what these hold is anybody's.
+UNWRITTEN = (
+    "tail rows unwritten",
+    "rows past the end unwritten",
+    "lse not written",
+    "heads left out",
+    "sequences left out",
+    "tail rows unwritten in dq",
+    "last tile missing in dk, dv",
+    "sequences left out in backward",
+    "heads left out in backward",
+    "gradients without queries unwritten",
+)
 # Faults that show in what a second call returns or in what the first one left behind.
 UNSTEADY = ("changes from call to call", "writes into q")
 

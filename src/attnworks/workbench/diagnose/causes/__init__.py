@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from attnworks.workbench.diagnose.causes import gradients, masks, memory, softmax
+from attnworks.workbench.diagnose.causes import gradients, masks, memory, scores, softmax
 from attnworks.workbench.diagnose.causes.cause import Cause
 
 SECTIONS: dict[str, dict[str, Cause]] = {
     **softmax.SECTIONS,
     **masks.SECTIONS,
+    **scores.SECTIONS,
     **memory.SECTIONS,
     **gradients.SECTIONS,
 }

@@ -22,6 +22,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             DS,
             "The sum runs over all channels of dO ∘ O, beyond one chunk or one thread's.",
         ),
+        "delta of the accumulator": Cause(
+            "dV right, dQ and dK wrong, more with more keys; right where a row's sum is 1.",
+            DS,
+            "delta is of the normalised output: O, not l · O.",
+        ),
+        "dO of another place": Cause(
+            "All gradients wrong, forward right; right with one head, or one row.",
+            DS,
+            "The strides by which dO is read: they are its own, not those of a contiguous tensor.",
+        ),
         "dP of some channels": Cause(
             "dV right, dQ and dK wrong where head_dim_v is large, or larger than head_dim.",
             "dP = dO Vᵀ over all of head_dim_v",
@@ -35,6 +45,9 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
         "lse cotangent ignored": Cause(
             "Right unless the LSE takes part in the loss.", "dS = P ∘ (dP - delta + dLSE)", "delta - dLSE."
+        ),
+        "lse cotangent of the wrong sign": Cause(
+            "Right unless the LSE takes part in the loss.", "dS = P ∘ (dP - delta + dLSE)", "delta - dLSE, not + dLSE."
         ),
         "dq not scaled": Cause("dQ too large by 1/scale, dK and dV right.", DQ, "The factor scale."),
         "dk not scaled": Cause(
@@ -56,6 +69,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "dK and dV lack some queries, dQ right.",
             DK,
             "The loop over queries: first and last tile, the bound that causal gives.",
+        ),
+        "dk, dv miss rows of the window": Cause(
+            "Windows: dK and dV too small in all but one key of each tile, dQ right.",
+            DK,
+            "The rows of a tile of keys: from the first that sees its first key to the last that sees its last.",
+        ),
+        "gradients without queries unwritten": Cause(
+            "Packed sequences, some without queries: dK and dV of their keys hold what the memory held.",
+            "dK = dV = 0 where no query is",
+            "Blocks that leave early, and whether somebody clears the buffers.",
         ),
         "dk, dv begin at the key's number": Cause(
             "Causal: dK and dV wrong where seq_q ≠ seq_kv, dQ right.",
@@ -132,6 +155,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Forward right, all gradients wrong.",
             PBACK,
             "exp2 wants S and LSE in base 2, exp both natural.",
+        ),
+        "lse without the sink in backward": Cause(
+            "With sinks: forward right, all gradients too large, each row by a factor of its own.",
+            PBACK,
+            "Which LSE is saved for backward: with the sink in it.",
+        ),
+        "K or V of another tile in backward": Cause(
+            "Forward right; gradients right on one tile of keys.",
+            PBACK,
+            "The stage or chunk that S, dP and dQ read in backward: K's and V's buffers and their indices.",
         ),
         "lse of other rows in backward": Cause(
             "Forward right, all gradients wrong.",

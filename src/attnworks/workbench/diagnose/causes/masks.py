@@ -1,8 +1,8 @@
-"""Causes in what changes the scores: masks, score modifiers; and the LSE."""
+"""Causes in masks, and in the LSE."""
 
 from __future__ import annotations
 
-from attnworks.workbench.diagnose.causes.cause import ALIBI, BIAS, CAP, CAUSAL, EMPTY, LSE, MASK, SINK, WINDOW, Cause
+from attnworks.workbench.diagnose.causes.cause import CAUSAL, EMPTY, LSE, MASK, WINDOW, Cause
 
 SECTIONS: dict[str, dict[str, Cause]] = {
     "Masks": {
@@ -107,6 +107,22 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             WINDOW,
             "Sizes beside self: no halves, no totals.",
         ),
+        "window size 0 taken for none": Cause(
+            "A window with a size of 0, which is the row's own key, is open on that side.",
+            WINDOW,
+            "`if left:` or `left > 0` for `left is not None`, `left >= 0`.",
+        ),
+        "window size held to a length": Cause(
+            "A window longer than the sequence is cut short: right unless there are more queries than keys, or more "
+            "keys than queries.",
+            WINDOW,
+            "min(right, seq_kv), min(left, seq_q): the row's place i' may lie before the first key.",
+        ),
+        "open window end taken for a number": Cause(
+            "A window with one open end ends there at the key before or behind the row's own.",
+            WINDOW,
+            "-1 (or None, or 0) is tested for both ends together, and one that is open goes into the comparison.",
+        ),
         "window by tile": Cause(
             "A window shows older keys, down to the start of their tile.",
             WINDOW,
@@ -141,6 +157,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "A mask with heads or sequences: those of another one.",
             "mask[b, h, i, j]",
             "The mask's strides of batch and heads (0, lost or exchanged).",
+        ),
+        "visible tiles of a mask skipped": Cause(
+            "Masks: some rows miss keys that they see, whole tiles of them.",
+            "a tile may be skipped if no row of it sees any of its keys",
+            "What is asked before a tile is skipped: all of its rows, keys and heads, or the first alone.",
         ),
         "boolean mask inverted": Cause(
             "A boolean mask: exactly the hidden keys are seen.",
@@ -209,6 +230,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             LSE,
             "Is it stored by the last partial result, and from the sum of all?",
         ),
+        "lse of another maximum": Cause(
+            "Output right; the LSE is off by what the maximum rises between tiles, too large or too small.",
+            LSE,
+            "m and l must belong together: where l follows the maximum late (or not), m is the one that l follows.",
+        ),
+        "lse of shifted scores": Cause(
+            "Output right; the LSE of each row is off by a number of its own: something was added to all its scores.",
+            "LSE = log Σ exp S, of S itself",
+            "What the softmax does not feel: K less its mean or first row, ALiBi without the query's number.",
+        ),
         "lse without its logarithm": Cause(
             "Output right; the LSE is the sum, or the maximum plus the sum.",
             LSE,
@@ -235,103 +266,5 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "The dtype of the LSE's buffer.",
         ),
         "lse without the maximum": Cause("LSE is log l alone.", LSE, "The maximum is missing in m + log l."),
-    },
-    "Sink, softcap, ALiBi, bias": {
-        "sink ignored": Cause("With sinks: output too large, LSE too small.", SINK, "exp(sink - m) missing in l."),
-        "sink scaled": Cause("With sinks: as with a sink nearer 0.", SINK, "The sink is in the units of S: no scale."),
-        "sink counted twice": Cause(
-            "With sinks: as with a larger one; the more so the more splits there are.",
-            SINK,
-            "Only one of the partial results may have the sink.",
-        ),
-        "sink only in the lse": Cause(
-            "With sinks: the LSE is right, the output is that without a sink.",
-            SINK,
-            "Does the sink enter l before O is divided by it?",
-        ),
-        "sink of the wrong head": Cause(
-            "With sinks: right for head 0, or for MHA.",
-            SINK,
-            "The index of the sink: the query head.",
-        ),
-        "sink outside the maximum": Cause(
-            "Inf or NaN with a large sink.", SINK, "m starts from the sink, or takes it in."
-        ),
-        "sink without the maximum": Cause(
-            "With sinks: right only where the row's maximum is 0.",
-            SINK,
-            "exp(sink - m), not exp(sink).",
-        ),
-        "sink has a value": Cause(
-            "With sinks: LSE right, the output leans towards one key's value.",
-            SINK,
-            "A column beside the scores has no row of V.",
-        ),
-        "sink left out of the lse": Cause(
-            "With sinks: output right, LSE too small.", SINK, "The LSE is of the l used."
-        ),
-        "softcap ignored": Cause("With a softcap: as without.", CAP, "Is the cap passed on?"),
-        "softcap without its factor": Cause(
-            "With a softcap: wrong everywhere.",
-            CAP,
-            "The cap is both the divisor inside tanh and the factor outside.",
-        ),
-        "softcap by exponentials": Cause(
-            "With a softcap: NaN for large scores.", CAP, "tanh from exp overflows: use tanh, or 1 - 2/(exp(2x) + 1)."
-        ),
-        "tanh approximated": Cause(
-            "With a softcap: small errors, or a hard limit.",
-            CAP,
-            "The tanh: to fp32.",
-        ),
-        "softcap before scale": Cause(
-            "With a softcap: wrong everywhere.", CAP, "The cap's argument is the scaled score."
-        ),
-        "scores in another order": Cause(
-            "With a softcap and a bias: right with either alone.",
-            "left to right",
-            "The order in which they are applied.",
-        ),
-        "softcap after mask": Cause(
-            "Softcap with a mask: hidden keys come back as scores of -cap.", CAP, "The order: cap first, then -inf."
-        ),
-        "alibi sign": Cause("ALiBi: far keys gain.", ALIBI, "The sign of the slope."),
-        "alibi ignored": Cause(
-            "ALiBi: as without.",
-            ALIBI,
-            "Are the slopes passed on, for every path?",
-        ),
-        "alibi distance signed": Cause(
-            "ALiBi: right where causal; else keys ahead gain.", ALIBI, "The absolute value of the distance."
-        ),
-        "alibi scaled": Cause(
-            "ALiBi: as with smaller slopes.",
-            ALIBI,
-            "The distance is subtracted after the scale.",
-        ),
-        "alibi from the first key": Cause(
-            "ALiBi: right where seq_q = seq_kv (or causal, where a row's shift cancels).",
-            ALIBI,
-            "The origin seq_kv - seq_q.",
-        ),
-        "alibi of the wrong head": Cause(
-            "ALiBi: heads, or sequences, have each other's slopes.", ALIBI, "The index into the slopes, with its batch."
-        ),
-        "bias of head 0": Cause("A bias: only the first head is right.", BIAS, "The bias's head stride."),
-        "bias of row 0": Cause(
-            "A bias or mask: every row has the first one's; right if it is broadcast over rows.",
-            BIAS,
-            "The row stride of the bias or mask.",
-        ),
-        "bias of sequence 0": Cause(
-            "A bias: the sequences are wrong, or all but the first.", BIAS, "The bias's batch stride."
-        ),
-        "bias scaled": Cause("A bias: as with a smaller one.", BIAS, "The bias is added after the scale."),
-        "bias ignored": Cause("A bias: as without.", BIAS, "Is its pointer read, for every broadcast?"),
-        "bias subtracted": Cause(
-            "A bias: with the wrong sign.",
-            BIAS,
-            "The sign.",
-        ),
     },
 }

@@ -95,6 +95,12 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "O[b] belongs to q[b]",
             "An order of work (longest first) that results are not put back from; the program's number at the store.",
         ),
+        "stores reach the next sequence": Cause(
+            "Packed sequences: the first rows of a sequence are 0 or another's, as many as the one before lacks to a "
+            "whole tile; now and then right, by who stores last.",
+            "rows cu_seqlens_q[b] ≤ i < cu_seqlens_q[b + 1] are stored, and no others",
+            "The mask of the store; buffers of padded tiles that are copied whole.",
+        ),
         "sequences not apart": Cause(
             "Packed sequences: each sees its neighbours' keys.",
             "cu_seqlens[b] ≤ j < cu_seqlens[b + 1]",
@@ -205,6 +211,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "8-bit cache: right for one KV head.",
             "K = k_scale[KV head] · stored",
             "The index: the KV head's number, not the query head's.",
+        ),
+        "8-bit cache in another format": Cause(
+            "fp8 cache: far off by powers of 2, int8 right.",
+            "bytes are read as the cache's dtype",
+            "e4m3fn or e4m3fnuz (AMD's, half as large), e4m3 or e5m2: what a compiled kernel takes bytes for.",
         ),
         "8-bit cache without its sign": Cause(
             "int8 cache: far off wherever a stored number is negative; fp8 right.",

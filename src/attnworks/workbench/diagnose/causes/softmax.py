@@ -86,6 +86,17 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             RESCALE,
             "The reduction of the row's sum over the lanes that share it.",
         ),
+        "maximum over hidden keys": Cause(
+            "Masks: right on ordinary scores; where hidden ones are far larger, rows come out as 0 or imprecise.",
+            "m = rowmax of S, hidden keys being -inf",
+            "The order: mask first, then the maximum.",
+        ),
+        "state of the rows before": Cause(
+            "Right in the first tile of rows (or head); later rows are too small by factors of their own, or hold a "
+            "part of the rows before.",
+            "m = -inf, l = 0, O = 0 at the beginning of every tile of rows",
+            "What a persistent loop clears before its next tile: all three.",
+        ),
         "running maximum rounded": Cause(
             "Right on one tile of keys; small errors on more that grow with the scores.",
             RESCALE,
@@ -218,6 +229,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
     },
     "Precision": {
+        "partial results in 16 bits": Cause(
+            "fp32 inputs: errors of 16 bits, in the output alone, where keys are split.",
+            "partial outputs in fp32 until they are merged",
+            "The dtype of the workspace that the splits' outputs wait in.",
+        ),
         "fp16 accumulation": Cause(
             "Only in fp16 (bf16) and grows with the number of keys; every element near, the tensor's norm too far.",
             "acc and l in fp32, whatever the input",
