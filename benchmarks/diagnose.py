@@ -285,9 +285,17 @@ def diagnose_one(index: int, seed: int) -> Row:
 
 
 def sets() -> dict[str, list[HeldOut]]:
-    from workbench.held_out import FIFTH, FOURTH, SECOND, SIXTH, SUBJECTS, THIRD
+    from workbench.held_out import FIFTH, FOURTH, SECOND, SEVENTH, SIXTH, SUBJECTS, THIRD
 
-    return {"first": SUBJECTS, "second": SECOND, "third": THIRD, "fourth": FOURTH, "fifth": FIFTH, "sixth": SIXTH}
+    return {
+        "first": SUBJECTS,
+        "second": SECOND,
+        "third": THIRD,
+        "fourth": FOURTH,
+        "fifth": FIFTH,
+        "sixth": SIXTH,
+        "seventh": SEVENTH,
+    }
 
 
 def kernels() -> list[HeldOut]:
@@ -348,7 +356,7 @@ def markdown(rows: list[Row], found: dict[str, Any], header: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    names = ("first", "second", "third", "fourth", "fifth", "sixth", "all")
+    names = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "all")
     parser.add_argument("--set", dest="which", choices=names, default="all")
     parser.add_argument("--match", default="", help="only kernels whose name or cause holds this")
     parser.add_argument("--jobs", type=int, help="processes (default: one for each core)")

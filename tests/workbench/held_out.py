@@ -31,6 +31,13 @@ from workbench.held_out_kernels import (
     second,
     second_backward,
     second_packed,
+    seventh,
+    seventh_backward,
+    seventh_caches,
+    seventh_packed,
+    seventh_right,
+    seventh_scores,
+    seventh_softmax,
     sixth,
     sixth_backward,
     sixth_caches,
@@ -45,7 +52,7 @@ from workbench.held_out_kernels import (
 )
 from workbench.held_out_kernels.causes import CAUSES
 
-__all__ = ["CAUSES", "FIFTH", "FOURTH", "SECOND", "SIXTH", "SUBJECTS", "THIRD", "HeldOut"]
+__all__ = ["CAUSES", "FIFTH", "FOURTH", "SECOND", "SEVENTH", "SIXTH", "SUBJECTS", "THIRD", "HeldOut"]
 
 
 @dataclass(frozen=True)
@@ -546,3 +553,66 @@ SIXTH: list[HeldOut] = [
 ]
 """A sixth set, half of it faults of every day, half of it rare ones of public repositories, for what was changed in
 sight of the sets before it; all of it is right inside ``third.repaired()``."""
+
+SEVENTH: list[HeldOut] = [
+    # Which keys a row sees.
+    _held_out(seventh.splits_forget_the_shift, "flash", "causal top-left"),
+    _held_out(seventh.causal_tiles_of_the_first_row, "flash", "causal loop ends early"),
+    _held_out(seventh.own_key_in_the_diagonal_tile, "flash", "causal hides the diagonal"),
+    _held_out(seventh.left_edge_in_one_tile, "flash", "window left end ignored"),
+    _held_out(seventh.nothing_but_minus_1e30, "flash", "rows without keys"),
+    _held_out(seventh_scores.causal_as_another_library_has_it, "sdpa", "no word"),
+    # Tails, channels, a barrier.
+    _held_out(seventh.padding_of_another_tile, "flash", "tail not masked"),
+    _held_out(seventh.last_keys_moved_back, "flash", "key counted twice"),
+    _held_out(seventh.last_rows_moved_back, "flash", "no word"),
+    _held_out(seventh.whole_vectors_of_channels, "flash", "channels left out"),
+    _held_out(seventh.reads_past_the_head_dim, "flash", "no word"),
+    _held_out(seventh.warp_reads_too_soon, "flash", "race"),
+    # The running softmax, its LSE, sinks.
+    _held_out(seventh_softmax.one_maximum_for_the_tile, "flash", "no word"),
+    _held_out(seventh_softmax.exponent_in_half, "flash", "rounded too early"),
+    _held_out(seventh_softmax.statistics_stored_rows_first, "flash", "LSE in another place"),
+    _held_out(seventh_softmax.merged_lse_in_base_2, "flash", "LSE in base 2"),
+    _held_out(seventh_softmax.sink_without_the_maximum, "flash", "no word"),
+    # ALiBi, masks and biases.
+    _held_out(seventh_scores.distance_within_the_tile, "flash", "no word"),
+    _held_out(seventh_scores.slopes_beside_log2_e, "flash", "no word"),
+    _held_out(seventh_scores.a_mask_only_hides, "sdpa", "no word"),
+    _held_out(seventh_scores.stride_of_an_axis_of_one, "sdpa", "mask or bias broadcast wrong"),
+    # Backward.
+    _held_out(seventh_backward.values_of_the_first_head, "flash", "dK, dV of one query head"),
+    _held_out(seventh_backward.delta_of_whole_tiles, "flash", "delta missing"),
+    _held_out(seventh_backward.keys_unscaled_under_a_cap, "flash", "dK unscaled"),
+    _held_out(seventh_backward.kernel_of_keys_from_the_top, "flash", "causal top-left in backward"),
+    _held_out(seventh_backward.sinks_of_the_last_sequence, "flash", "no word"),
+    _held_out(seventh_backward.bias_gradient_of_visited_tiles, "attnworks", "gradients not written"),
+    # Packed sequences.
+    _held_out(seventh_packed.window_reaches_over_the_boundary, "flash_varlen", "sequences mixed"),
+    _held_out(seventh_packed.grid_of_the_first_sequence, "flash_varlen", "no word"),
+    _held_out(seventh_packed.head_modulo_kv_heads, "flash_varlen", "wrong GQA head map"),
+    # Caches.
+    _held_out(seventh_caches.page_number_fetched_ahead, "flash_kvcache", "V of another tile"),
+    _held_out(seventh_caches.odd_split_out, "flash_kvcache", "tail dropped"),
+    _held_out(seventh_caches.blocks_of_two_heads, "flash_kvcache", "no word"),
+    _held_out(seventh_caches.mask_of_another_packing, "flash_kvcache", "packed rows in the mask"),
+    _held_out(seventh_caches.reshaped_not_transposed, "flash_kvcache", "output in another place"),
+    _held_out(seventh_caches.window_counts_itself, "flash_kvcache", "window off by one"),
+    _held_out(seventh_caches.single_queries_have_the_default_scale, "flash_kvcache", "scale argument ignored"),
+    _held_out(seventh_caches.new_values_are_the_new_keys, "flash_kvcache", "no word"),
+    _held_out(seventh_caches.scale_of_keys_in_the_default, "attnworks_decode", "cache scale dropped"),
+    _held_out(seventh_caches.values_scaled_in_the_loop, "attnworks_decode", "cache scale twice"),
+    # Nothing to be named: other models.
+    _held_out(seventh.positions_turned_inside, "flash", None),
+    _held_out(seventh.linear_attention, "flash", None),
+    _held_out(seventh_right.right_whole_exponents, "flash", None, right=True),
+    _held_out(seventh_right.right_smallest_score_first, "sdpa", None, right=True),
+    _held_out(seventh_right.right_sink_is_a_key, "flash", None, right=True),
+    _held_out(seventh_right.right_delta_from_keys, "flash", None, right=True),
+    _held_out(seventh_right.right_in_the_order_given, "attnworks", None, right=True),
+    _held_out(seventh_right.right_longest_work_first, "flash_varlen", None, right=True),
+    _held_out(seventh_right.right_every_third_page, "flash_kvcache", None, right=True),
+    _held_out(seventh_right.right_by_a_table_of_256, "attnworks_decode", None, right=True),
+]
+"""A seventh set, what first versions of kernels get wrong, for what was changed in sight of the sets before it; all of
+it is right inside ``third.repaired()``. Faults that no cause says are of the cause "no word"."""

@@ -22,11 +22,11 @@ from attnworks.workbench.conventions import as_subject
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.oracle import Tensors, expect, roundoff
 from attnworks.workbench.subjects import Declined
-from workbench.held_out import CAUSES, FIFTH, FOURTH, SECOND, SIXTH, SUBJECTS, THIRD, HeldOut
+from workbench.held_out import CAUSES, FIFTH, FOURTH, SECOND, SEVENTH, SIXTH, SUBJECTS, THIRD, HeldOut
 from workbench.held_out_kernels import third
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ALL = SUBJECTS + SECOND + THIRD + FOURTH + FIFTH + SIXTH
+ALL = SUBJECTS + SECOND + THIRD + FOURTH + FIFTH + SIXTH + SEVENTH
 
 CAUSAL = (Causal(),)
 BF16 = torch.bfloat16
@@ -151,14 +151,41 @@ _SHOWING_THE_SIXTH = {
     "cache, window": replace(_CACHE, page_size=0, seq_q=3, lengths=((3, 33), (3, 77), (3, 50)), mask=(Window(9, 0),)),
     "e4m3 cache": replace(_CACHE, dtype=BF16, cache_dtype=torch.float8_e4m3fn),
 }
-CASES, FEW, SOME = (
+_SHOWING_THE_SEVENTH = {
+    name: _NAMED[name]
+    for name in (
+        *("plain", "causal", "causal, gradient of the LSE", "causal, square", "causal, more queries", "grouped"),
+        *("rising maximum", "large scores", "scale", "head dims 40/80", "window", "boolean mask", "bias", "softcap"),
+        *("bias without heads", "alibi", "bf16", "bf16, large scores", "packed, causal", "packed, grouped"),
+        *("packed, window", "pages", "cache", "cache, append", "8-bit cache"),
+    )
+} | {
+    "causal from the top": replace(_PLAIN, mask=(Causal(align="top-left"),)),
+    "keys of three tiles": replace(_PLAIN, seq_kv=96),
+    "keys of three splits": replace(_PLAIN, seq_q=9, seq_kv=257),
+    "head dim 96": replace(_PLAIN, head_dim=96, head_dim_v=48),
+    "groups of 3": replace(_PLAIN, heads_q=6, mask=CAUSAL, gradients=True),
+    "window, more queries": replace(_PLAIN, seq_q=90, seq_kv=60, mask=(Window(9, 4),)),
+    "alibi, causal": replace(_SCORED, scores=(AlibiRule(),), mask=CAUSAL),
+    "bias, causal": replace(_SCORED, scores=(BiasRule("b1qk"),), mask=CAUSAL, gradients=True),
+    "sinks of their own": replace(_SCORED, scores=(SinkRule(),), gradients=True),
+    "packed, longer than the first": replace(_PACK, lengths=((5, 9), (33, 33), (20, 4)), mask=CAUSAL),
+    "packed, square, window": replace(_PACK, lengths=((7, 7), (33, 33), (20, 20)), mask=(Window(9, 0),)),
+    "pages, groups of 3": replace(_CACHE, heads_q=6),
+    "cache, one query": replace(_CACHE, page_size=0, seq_q=1, lengths=((1, 33), (1, 77), (1, 0))),
+    "cache, one query, scale": replace(_CACHE, seq_q=1, lengths=((1, 33), (1, 77), (1, 20)), scale=0.3),
+    "cache, window": replace(_CACHE, page_size=0, seq_q=3, lengths=((3, 33), (3, 77), (3, 50)), mask=(Window(9, 0),)),
+    "8-bit cache, scale": replace(_CACHE, dtype=BF16, cache_dtype=torch.int8, heads_q=4, heads_kv=2, scale=0.3),
+    "e4m3 cache": replace(_CACHE, dtype=BF16, cache_dtype=torch.float8_e4m3fn),
+}
+CASES, FEW, SOME, MORE = (
     [replace(case, name=f"held out: {name}") for name, case in named.items()]
-    for named in (_NAMED, _SHOWING_THE_FIFTH, _SHOWING_THE_SIXTH)
+    for named in (_NAMED, _SHOWING_THE_FIFTH, _SHOWING_THE_SIXTH, _SHOWING_THE_SEVENTH)
 )
 
 
 def _cases(held: HeldOut) -> list[Case]:
-    return FEW if held in FIFTH else SOME if held in SIXTH else CASES
+    return FEW if held in FIFTH else SOME if held in SIXTH else MORE if held in SEVENTH else CASES
 
 
 LARGEST_SCORE = {"rising maximum": 30, "large scores": 1e4, "strongly negative": 1e4}
@@ -284,7 +311,7 @@ def test_right_kernels_miss_by_no_more_than_rounding(held: HeldOut) -> None:
 
 
 @pytest.mark.parametrize(
-    "held", [held for held in THIRD + FIFTH + SIXTH if not held.right], ids=lambda h: h.function.__name__
+    "held", [held for held in THIRD + FIFTH + SIXTH + SEVENTH if not held.right], ids=lambda h: h.function.__name__
 )
 def test_kernels_have_no_other_fault(held: HeldOut) -> None:
     with third.repaired():
@@ -308,8 +335,9 @@ def test_every_cause_is_defined_and_used() -> None:
         (FOURTH, 35, 28, 1, 9),
         (FIFTH, 60, 48, 1, 8),
         (SIXTH, 40, 40, 2, 8),
+        (SEVENTH, 40, 28, 2, 8),
     ],
-    ids=["first", "second", "third", "fourth", "fifth", "sixth"],
+    ids=["first", "second", "third", "fourth", "fifth", "sixth", "seventh"],
 )
 def test_every_set_is_wide(held: list[HeldOut], named: int, causes: int, unnamed: int, right: int) -> None:
     """At least so many kernels with a cause, causes, kernels with a fault that must not be named, and right ones."""

@@ -176,5 +176,7 @@ CAUSES = {
     "dBias not summed": "a broadcast bias's gradient is one head's or sequence's",
     "dSink missing": "the sink's gradient is 0",
     "dSink's sign": "the sink's gradient has the wrong sign",
+    # anywhere
+    "no word": "no word of this list says what is wrong; the kernel's own sentence does",
 }
 """Each cause's key and what it means."""
