@@ -17,7 +17,7 @@ from attnworks.workbench.diagnose.answers import FAR
 from attnworks.workbench.diagnose.causes import CAUSES
 from attnworks.workbench.diagnose.explain import explain
 from attnworks.workbench.diagnose.nearest import Corpus
-from attnworks.workbench.diagnose.patterns import in_weights, on_which, tile_size, weights
+from attnworks.workbench.diagnose.patterns import _about_weights, in_weights, on_which, tile_size, weights
 from attnworks.workbench.diagnose.probes import Bench, Probe, probes
 from attnworks.workbench.diagnose.reading import numbers
 from attnworks.workbench.diagnose.script import standalone
@@ -85,6 +85,12 @@ def test_the_tile_size_is_read_from_the_weights() -> None:
     nearest = corpus.rank(seen)[0]
     assert (nearest.fault, nearest.tile) == ("accumulator not rescaled", 56)
     assert 57 <= shrink(subject, _probe("square")).case.seq_kv < 80
+
+
+@pytest.mark.parametrize("keys", [0, 1])
+def test_weights_of_hardly_any_keys_say_nothing(keys: int) -> None:
+    got, want = torch.full((1, 2, 3, keys), 0.5), torch.ones(1, 2, 3, keys)
+    assert all("factor" not in said for said in _about_weights(got, want))
 
 
 def test_patterns_say_what_is_special(short: Corpus) -> None:
