@@ -41,6 +41,8 @@ LIMIT = 4096  # then it is emptied, as prepared calls are
 def find(mask: object, scale: object, options: tuple[Any, ...], *tensors: Tensor) -> Launcher | None:
     """The launcher of the latest call with this mask, scale, options and shapes, if its tensors differed from these in
     their addresses and values alone."""
+    if options[1] != ():  # with score modifiers none is remembered, and their hash would cost more than the look
+        return None
     try:
         known = CALLS.get((mask, scale, options, tensors[0].shape, tensors[1].shape))
     except (AttributeError, TypeError):  # no tensors, or what is no option: the checks name them
