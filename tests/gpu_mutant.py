@@ -6,6 +6,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+import torch
+
 from attnworks import Causal, attention, explain
 from attnworks.backends.cuda import compile as compiler
 from attnworks.backends.cuda import source
@@ -27,16 +29,24 @@ def main(name: str, *fault: str) -> str:
 
         source._part = part  # type: ignore[assignment]
     causal, shared, sizes = PROBLEMS[name]
+    rising = name == "rising"
     batch, heads, rows, keys, dim = sizes
     mask = Causal() if causal else None
     with fresh_memory_poisoned():
         for call in range(3):  # the later ones find what the earlier ones left
             q, k, v = (randn(batch, heads, n, dim) for n in (rows, keys, keys))
+            if rising:  # the keys that are walked to last make maxima of some rows rise, and of none beside them
+                k[:, :, : keys // 3] *= 9
+                q *= 0.2
+                quiet = attention(q, k, v, mask=mask, backend="cuda")
+                q[:, :, 3::16] *= 40
             plan = explain(q, k, v, mask=mask, backend="cuda").plan
             if shared:
                 plan = replace(plan, schedule="stream_k")
             out, lse = attention(q, k, v, mask=mask, return_lse=True, plan=plan)
             wanted = exact(q, k, v, causal)
+            if rising and not torch.equal(out[:, :, 4::16], quiet[:, :, 4::16]):
+                return f"call {call}: a row's bits depend on its neighbour"
             error = (out.double() - wanted).abs().max().item()
             if not error <= LIMIT[out.dtype]:
                 return f"call {call}: off by {error}"
@@ -51,6 +61,7 @@ def main(name: str, *fault: str) -> str:
 PROBLEMS = {
     "full": (False, False, (2, 90, 200, 200, 128)),
     "causal": (True, False, (2, 40, 700, 700, 128)),
+    "rising": (False, False, (1, 2, 200, 2000, 64)),
     "shared": (False, True, (1, 17, 1024, 1700, 128)),  # stretches that end in the middle of a tile of rows
 }
 

@@ -118,7 +118,9 @@ def test_a_fused_buffer_is_read_in_place():
 
 # Those that long sequences get, which the conformance cases are too short for, and some that nobody gets.
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize(("plan", "dim"), [((192, 80, 3), 128), ((192, 96, 3), 96), ((192, 96, 3), 80)])
+@pytest.mark.parametrize(
+    ("plan", "dim"), [((192, 64, 3), 128), ((192, 80, 3), 128), ((192, 96, 3), 96), ((192, 96, 3), 80)]
+)
 @pytest.mark.parametrize("mask", [None, Causal(), Causal("top-left")], ids=["full", "causal", "top-left"])
 @pytest.mark.parametrize("sizes", [(1, 1), (700, 1000), (192, 80), (193, 81), (1000, 300)])
 def test_tiles_of_long_sequences(plan, dim, mask, sizes, packed):
@@ -154,6 +156,39 @@ def test_the_table_s_tiles_where_they_change(dim, mask):
         rows = [x[0].transpose(0, 1) for x in (q, k, v)]
         packed = attention_varlen(*rows, cu_seqlens_q=ends, cu_seqlens_kv=ends, mask=mask, backend="cuda")
         assert_close(packed.transpose(0, 1)[None], wanted)
+
+
+# Tiles are walked from the last keys to the first: what grows towards those makes maxima rise, by more than fits fp32's
+# exponent with 1000.
+@pytest.mark.parametrize("rise", [1.5, 4, 30, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [40, 64, 96, 128, (192, 128), 256], ids=str)
+@pytest.mark.parametrize("mask", [None, Causal(), Window(300, 0)], ids=["full", "causal", "window"])
+def test_maxima_that_rise_from_tile_to_tile(mask, dim, dtype, rise):
+    dim, dim_v = dim if isinstance(dim, tuple) else (dim, dim)
+    for seq in (900, 2304):
+        q, k, v = randn(1, 2, seq, dim, dtype=dtype), randn(1, 2, seq, dim), randn(1, 2, seq, dim_v, dtype=dtype)
+        k = (k * torch.linspace(rise, 0.1, seq, device="cuda")[:, None].to(k.dtype)).to(dtype)
+        out, lse = attention(q, k, v, mask=mask, return_lse=True, backend="cuda")
+        wanted, wanted_lse = attention(
+            q.double(), k.double(), v.double(), mask=mask, return_lse=True, backend="reference"
+        )
+        assert_close(out, wanted.to(dtype))
+        torch.testing.assert_close(lse.double(), wanted_lse.double(), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", [None, Causal()], ids=["full", "causal"])
+def test_a_row_whose_maximum_rises_leaves_others_as_they_are(mask, dim):
+    """Bit for bit, though a warp that has such a row computes its scores again."""
+    q, k, v = (randn(1, 2, 2304, dim) for _ in "qkv")
+    k[:, :, :1000] *= 3
+    q *= 0.3
+    quiet = attention(q, k, v, mask=mask, backend="cuda")
+    q[:, :, 5::16] *= 100
+    loud = attention(q, k, v, mask=mask, backend="cuda")
+    others = torch.arange(2304, device="cuda") % 16 != 5
+    assert torch.equal(quiet[:, :, others], loud[:, :, others]) and not torch.equal(quiet, loud)
 
 
 @pytest.mark.parametrize("plan", [(128, 96, 2), (128, 64, 4), (192, 64, 2)])

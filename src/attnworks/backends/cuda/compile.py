@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import re
+import struct
 import sys
 import tempfile
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
@@ -140,6 +140,7 @@ def _path(text: str, options: tuple[str, ...], folder: Path | None) -> Path:
 
 # Entries of the table .nv.info: the format of a pair of words, its attribute, the size of the pair.
 _FRAME_SIZE, _REGISTERS = b"\x04\x11\x08\x00", b"\x04\x2f\x08\x00"
+_CUDA_INFO = 0x70000000  # the type of their section (SHT_LOPROC)
 
 
 def frame_bytes(code: bytes) -> int:
@@ -153,11 +154,29 @@ def _registers(code: bytes) -> int:
 
 
 def _most(code: bytes, entry: bytes) -> int:
-    """Of the functions in machine code, the most that such entries say."""
-    places = [found.end() for found in re.finditer(re.escape(entry), code)]
-    if not places:
+    """Of the functions in machine code, the most that such entries say. They are looked for in their own sections: an
+    instruction may hold the same bytes."""
+    found = [
+        int.from_bytes(info[place + 8 : place + 12], "little")  # after the entry and the function's number
+        for info in _sections(code, _CUDA_INFO)
+        for place in range(0, len(info), 4)
+        if info.startswith(entry, place)
+    ]
+    if not found:
         raise CompileError(f"the machine code has no entry {entry.hex()} in .nv.info")
-    return max(int.from_bytes(code[place + 4 : place + 8], "little") for place in places)  # after the function's number
+    return max(found)
+
+
+def _sections(code: bytes, kind: int) -> list[bytes]:
+    """The contents of the sections of one type of a 64-bit ELF file."""
+    (headers,) = struct.unpack_from("<Q", code, 0x28)
+    size, count = struct.unpack_from("<HH", code, 0x3A)
+    found = []
+    for header in range(headers, headers + size * count, size):
+        if struct.unpack_from("<I", code, header + 4)[0] == kind:
+            start, length = struct.unpack_from("<QQ", code, header + 24)
+            found.append(code[start : start + length])
+    return found
 
 
 def cache_folder() -> Path:

@@ -7,17 +7,24 @@ struct Place {
 #if !BULK_STORE && !SPLIT
   unsigned short* out;  // of the thread's first row, at its columns
 #endif
-  float* lse;           // of the thread's first row
-  int left;             // rows of the sequence from that row on
+#if !BULK_STORE || PARTIAL  // else worked out when they are needed: registers are short until then
+  float* lse;  // of the thread's first row
+  int left;    // rows of the sequence from that row on
+#endif
 #if BULK_STORE || PARTIAL
   int row, head, batch;  // of the warp's first row
 #endif
 };
+DEV float* lse_of(const Params& p, int batch, int head, i64 at) {
+  return p.lse ? p.lse + batch * p.lse_batch + head * p.lse_head + at : nullptr;
+}
 DEV Place place_of(const Params& p, const Work& w, int row, int lane) {
-  const i64 b = VARLEN ? 0 : w.batch, at = VARLEN ? (i64)w.start_q + row : row;
   Place to;
-  to.lse = p.lse ? p.lse + b * p.lse_batch + w.head * p.lse_head + at : nullptr;
+#if !BULK_STORE || PARTIAL
+  const i64 b = VARLEN ? 0 : w.batch, at = VARLEN ? (i64)w.start_q + row : row;
+  to.lse = lse_of(p, b, w.head, at);
   to.left = w.rows - row;
+#endif
 #if BULK_STORE || PARTIAL
   to.row = row - lane / 4, to.head = w.head, to.batch = w.batch;
 #endif
@@ -35,7 +42,14 @@ DEV Place place_of(const Params& p, const Work& w, int row, int lane) {
 }
 
 // The rows' sums are complete: LSE (natural log), and 1 / sum for O. A row that saw no key: -inf and 0.
-DEV void finish(Rows& rows, const Place& to, float sink, int lane) {
+DEV void finish(Rows& rows, const Params& p, const Place& to, float sink, int lane) {
+#if !BULK_STORE || PARTIAL
+  float* const lse = to.lse;
+  const int left = to.left;
+#else
+  const int row = to.row + lane / 4, left = p.rows - row;
+  float* const lse = lse_of(p, to.batch, to.head, row);
+#endif
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     float sum = rows.sum[r], maximum = rows.maximum[r], scale = 1;
@@ -47,8 +61,8 @@ DEV void finish(Rows& rows, const Place& to, float sink, int lane) {
       sum = sum * scale + exp2_fast(logit - shift), maximum = both;
     }
     rows.scale[r] = sum == 0 ? 0.f : scale / sum;
-    if (to.lse && lane % 4 == 0 && 8 * r < to.left)
-      to.lse[8 * r] = sum == 0 ? -INFINITE : (maximum + log2_fast(sum)) * LN2;
+    if (lse && lane % 4 == 0 && 8 * r < left)
+      lse[8 * r] = sum == 0 ? -INFINITE : (maximum + log2_fast(sum)) * LN2;
   }
 }
 

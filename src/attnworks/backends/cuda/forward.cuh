@@ -149,6 +149,25 @@ DEV void produce(const Shared& s, const TensorMap* q, const TensorMap* k, const 
   if (DYNAMIC && leads && atomicAdd(p.counter + 1, 1u) == gridDim.x - 1) p.counter[0] = 0, p.counter[1] = 0;
 }
 
+// S = Q K^T once more, by one warp and from shared memory, where what softmax_kept() made of it can't be used. `q`, `k`: the
+// group's rows, and the tile. Chunk c of a line's 16 bytes lies at c ^ (line % 8) (the copy engine's swizzle).
+DEV void scores_again(float (&S)[TILE_KV / 2], u32 q, u32 k, int warp, int lane) {
+  asm volatile("" : "+r"(q), "+r"(k), "+r"(warp));  // nothing of it is to be kept in registers for this rare case
+  auto place = [](u32 lines, int line, int chunk) { return lines + line * 128 + ((chunk ^ (line % 8)) << 4); };
+#pragma unroll
+  for (int i = 0; i < TILE_KV / 2; i++) S[i] = 0;
+#pragma unroll 1
+  for (int i = 0; i < HEAD_DIM / 16; i++) {
+    u32 a[4], b[2];
+    shared_load_matrices(a, place(q + i / 4 * Q_CHUNK, 16 * warp + lane % 16, i % 4 * 2 + lane / 16));
+#pragma unroll
+    for (int n = 0; n < TILE_KV / 8; n++) {
+      shared_load_matrices(b, place(k + i / 4 * KV_CHUNK, 8 * n + lane % 8, i % 4 * 2 + lane / 8 % 2));
+      mma(S[4 * n], S[4 * n + 1], S[4 * n + 2], S[4 * n + 3], a, b[0], b[1]);
+    }
+  }
+}
+
 // `out`: the map of the results, with BULK_STORE.
 DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int group, int warp, int lane) {
   float O[HEAD_DIM_V / 2], S[TILE_KV / 2];
@@ -285,21 +304,33 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
     scores();
     wait_v();
     accumulate(true);
+    auto modify = [&] {
+      score(S, p);
+      if (masked)
+        add<true>(S, p, added, tile, w.keys, lane), mask(S, bits, row, tile * TILE_KV, w.keys, d, lane);
+      else
+        add<false>(S, p, added, tile, w.keys, lane);
+    };
     wgmma_wait<1>();  // S is there
     pin(S);
-    done_with_k();
-    score(S, p);
-    if (masked)
-      add<true>(S, p, added, tile, w.keys, lane), mask(S, bits, row, tile * TILE_KV, w.keys, d, lane);
-    else
-      add<false>(S, p, added, tile, w.keys, lane);
-    softmax<false>(S, rows, p.factor);
+    if (KEEP_MAXIMUM && !masked) {
+      modify();
+      if (!softmax_kept(S, rows, p.factor)) {
+        scores_again(S, s.q + group * Q_BYTES, s.k + k_ring.stage * K_BYTES, warp, lane);
+        modify();
+        softmax<false, true>(S, rows, p.factor);
+      }
+      done_with_k();  // not sooner: S might have been needed again
+    } else {
+      done_with_k();
+      modify();
+      softmax<false>(S, rows, p.factor);
+    }
     wgmma_wait<0>();  // O and P are free
     pin(O), pin(P);
     done_with_v();
-    if (RESCALE_FIRST) rescale(O, rows);
     to_operand(P, S);
-    if (!RESCALE_FIRST) rescale(O, rows);
+    rescale(O, rows);
     if (tile > first_tile()) wait_k();
   };
 
@@ -345,7 +376,7 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
       scores();
       wait_v();
       accumulate(true);
-      finish(rows, to, sink, lane);
+      finish(rows, p, to, sink, lane);
       wgmma_wait<1>();
       pin(S);
       done_with_k();
@@ -367,7 +398,7 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
       wait_v();
       pin(O), pin(P);
       accumulate(false);
-      finish(rows, to, sink, lane);
+      finish(rows, p, to, sink, lane);
       wgmma_wait<0>();
       pin(O);
       done_with_v();

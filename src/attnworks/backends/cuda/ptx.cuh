@@ -45,6 +45,17 @@ DEV void shared_store_matrices(u32 to, u32 a, u32 b, u32 c, u32 d) {
                : "memory");
 }
 
+// The same the other way, as operands of mma(), a row's two neighbours in a register.
+DEV void shared_load_matrices(u32 (&x)[2], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from) : "memory");
+}
+DEV void shared_load_matrices(u32 (&x)[4], u32 from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from)
+               : "memory");
+}
+
 // ---- device memory that no launch writes to; read where it stands in the text, so that what follows hides its latency
 DEV int load_constant(const int* from) {
   int x;
@@ -124,6 +135,17 @@ template <int N> DEV void pin(u32 (&r)[N]) {
 // columns to the next, which matters only where the product runs over rows (V).
 DEV u64 descriptor(u32 address, u32 chunk) {
   return (u64)((address & 0x3FFFF) >> 4) | ((u64)(chunk >> 4) << 16) | ((u64)(1024 >> 4) << 32) | (1ull << 62);
+}
+
+// ---- mma: a product of one warp alone. d += A B, 16 x 8 of it; d lies as eight columns of a warpgroup's accumulator do.
+DEV void mma(float& d0, float& d1, float& d2, float& d3, const u32 (&a)[4], u32 b0, u32 b1) {
+#if BF16
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+#endif
+               : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // ---- arithmetic

@@ -108,20 +108,10 @@ class Variant:
         return self.groups == 2 and self.head_dim_v <= 128 and not (masked or self.modifier or self.alibi or self.bias)
 
     @property
-    def order(self) -> dict[str, bool | int]:
-        """Equal orders of a step's instructions, of which the compiler makes kernels that differ by more than their
-        text does: "RESCALE_FIRST" O is rescaled before P is made of S, not after; "SUM_LATER" sums are made when all
-        exponentials are; "MAX_CHAINS" pairs of running maxima. Times as fast (H200, 2026-11-30): O first, D=64, two
-        groups, causal at 512, 1k, 2k 1.01 1.02 1.04, a window 0.99, no mask 0.99; sums later, D=128, three groups,
-        causal at 8k, 16k 1.00 1.01, D=64 0.98; two pairs, D=64, three groups, no mask at 8k, 16k 1.00 1.01, causal
-        0.99. Of the 50 others tried none gained more than noise."""
-        causal, narrow = self.right and not self.left, self.head_dim_v <= 64
-        masked = self.left or self.right or self.mapped or self.varlen
-        return {
-            "RESCALE_FIRST": causal and narrow and self.groups == 2,
-            "SUM_LATER": not narrow and self.groups == 3,
-            "MAX_CHAINS": 2 if narrow and self.groups == 3 and not masked else 1,
-        }
+    def keeps_maximum(self) -> bool:
+        """Whether tiles that all rows see whole take the maximum of the tiles before (softmax_kept): for wider heads,
+        whose products hide the search for one, it gained nothing."""
+        return self.head_dim_v <= 128
 
     @property
     def accumulators(self) -> int:
@@ -163,7 +153,7 @@ class Variant:
             "GROUPS": self.groups, "PINGPONG": int(self.groups == 2), "LATE_STORE": int(self.late_store),
             "BULK_STORE": int(self.bulk_store),
             "DYNAMIC": int(self.dynamic),
-            **{name: int(value) for name, value in self.order.items()},
+            "KEEP_MAXIMUM": int(self.keeps_maximum),
             "LONGEST_FIRST": int(self.longest_first), "EXTENDED": int(self.extended), "PARTIAL": int(self.partial),
             "CONSUMER_REGISTERS": consumer, "PRODUCER_REGISTERS": producer,
             "KV_ROW_BYTES": 2 * (self.head_dim + self.head_dim_v), "L2_SECTION_BYTES": L2_SECTION_BYTES,
