@@ -39,9 +39,32 @@ MUTANTS = {
     "causal off by one": Mutant(PARTS, "rows + high, end - 1)", "rows + high + 1, end - 1)", ("top-left",)),
     "window off by one": Mutant(PARTS, "(rows + low)[", "(rows + low + 1)[", ("window to the left",)),
     "tail keys unmasked": Mutant(PARTS, "rows + high, end - 1)", "rows + high, FAR)", ("one tile and a tail",)),
-    "acc not rescaled": Mutant(FORWARD, "v, acc * alpha[:, None],", "v, acc,", ("rising maximum, few",)),
-    "sum not rescaled": Mutant(FORWARD, "= running_sum * alpha +", "= running_sum +", ("rising maximum, few",)),
-    "scale missing": Mutant(FORWARD, "factor = scale * LOG2E if", "factor = LOG2E if", ("one tile and a tail",)),
+    "acc not rescaled": Mutant(FORWARD, "v, acc * alpha[:, None],", "v, acc,", ("decode, rising maximum",)),
+    "sum not rescaled": Mutant(FORWARD, "= running_sum * alpha +", "= running_sum +", ("decode, rising maximum",)),
+    "a maximum kept though it is too low": Mutant(
+        FORWARD, "if all_are < 1:", "if all_are < 0:", ("rising maximum, fp16",)
+    ),
+    "a maximum kept though it is too high": Mutant(
+        FORWARD, "& (running_sum >= LEAST_SUM)", "", ("strongly negative, rows that see nothing at first",)
+    ),
+    "rows out of range not given another maximum": Mutant(
+        FORWARD,
+        "tl.where(in_range, shift, tl.where",
+        "tl.where(in_range | True, shift, tl.where",
+        ("rising maximum, fp16",),
+    ),
+    "the first try's sums kept": Mutant(
+        FORWARD,
+        "tl.zeros_like(acc), tl.zeros_like(running_sum)",
+        "tl.zeros_like(acc), running_sum",
+        ("rising maximum",),
+    ),
+    "tiles before the first one left out": Mutant(
+        FORWARD, "end = one + (stop_place - first_place)", "end = stop_place", ("window of whole tiles",)
+    ),
+    "scale missing": Mutant(
+        FORWARD, "        factor = scale * LOG2E if", "        factor = LOG2E if", ("one tile and a tail",)
+    ),
     "wrong KV head": Mutant(
         FORWARD, "head + rows * 0, head // group", "head + rows * 0, head % group", ("heads 6/2, few",)
     ),
@@ -55,7 +78,7 @@ MUTANTS = {
         FORWARD,
         'shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key',
         "shift = new_max  # no key",
-        ("rows without keys",),
+        ("decode, 4 queries, causal",),
     ),
     "splits without weights": Mutant(
         FORWARD, "weight = tl.math.exp2(tl.load(from_lse) * LOG2E - shift)", "weight = 1.0", ("decode",)

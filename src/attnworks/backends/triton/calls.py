@@ -15,7 +15,7 @@ from attnworks.backends import Launcher
 from attnworks.backends.triton import parts
 from attnworks.backends.triton.forward import combine, forward
 from attnworks.backends.triton.launch import Described, Launch, aligned, describer_of_rows
-from attnworks.backends.triton.plans import GROUPED, TMA, block, columns, register_limit
+from attnworks.backends.triton.plans import GROUPED, TMA, block, columns, keeps_maximum, register_limit
 from attnworks.backends.triton.user_code import jit
 from attnworks.expressions.derivatives import derivative
 from attnworks.expressions.source import operand_facts
@@ -137,7 +137,7 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
         "WIDE": far_apart(plan.tile_kv, p.k_strides, p.v_strides),
         "EQUAL_ROWS": p.k_strides[2] == p.v_strides[2], "TAIL": not even, "SPLITS": splits > 1, "FOLDED": folded,
         "SCORE": modifiers.score, "MASK": modifiers.mask, "PRECISION": PRECISION,
-        "REST": rest, "BLOCK_REST": block(rest) if rest else 0,
+        "REST": rest, "BLOCK_REST": block(rest) if rest else 0, "KEEP_MAXIMUM": keeps_maximum(p, plan),
     }  # fmt: skip
 
     def variant(described: bool) -> Launch:

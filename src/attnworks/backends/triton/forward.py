@@ -42,12 +42,14 @@ def forward(
     EQUAL_ROWS: tl.constexpr, DESCRIBED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    KEEP_MAXIMUM: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of one tile of rows. Grid: (row tiles · heads · batch, splits); packed sequences have one batch entry
     more, for the rows after the last sequence. ``heads``: of KV if GROUPED, else of Q. Strides are (batch, head, row).
     EQUAL_ROWS: rows of K and V are equally far apart; DESCRIBED: K and V are tensor descriptors. ``scale`` multiplies
     Q Kᵀ; if FOLDED it is > 0 and there are no score modifiers. Without TAIL the keys end on a tile's edge. REST:
-    columns of Q and K beyond the first HEAD_DIM, for all of which one power of two would be too wide."""
+    columns of Q and K beyond the first HEAD_DIM, for all of which one power of two would be too wide. KEEP_MAXIMUM:
+    see ``attend_with_one_maximum``."""
     row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
     row_tile, head, b = task(tl.program_id(0), row_tiles, heads, RIGHT, RIGHT)
     if cu_seqlens_q is not None:
@@ -112,12 +114,22 @@ def forward(
     start, full_start, full_end, stop = visited_tiles(
         begin, end, first_position, last_position, low, high, tile_map, b, head, row_tile, TILE_KV, LEFT, RIGHT, MASK
     )
-    acc, running_sum, running_max = attend(
-        acc, running_sum, running_max, q_tile, k_head, v_head, table, tile_map, start, full_start, full_end, stop,
-        b, kv_head, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
-        k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS, DESCRIBED,
-        LEFT, RIGHT, TAIL, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
-    )  # fmt: skip
+    # fmt: off
+    if KEEP_MAXIMUM:
+        acc, running_sum, running_max = attend_with_one_maximum(
+            acc, running_sum, q_tile, k_head, v_head, table, tile_map, start, full_start, full_end, stop,
+            b, kv_head, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
+            k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS, DESCRIBED,
+            LEFT, RIGHT, TAIL, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
+        )
+    else:
+        acc, running_sum, running_max, _ = attend(
+            acc, running_sum, running_max, q_tile, k_head, v_head, table, tile_map, start, full_start, full_end, stop,
+            b, kv_head, head_axis, positions, rows_q, keys_kv, low, high, factor, score_operands, mask_operands,
+            k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS, DESCRIBED,
+            LEFT, RIGHT, TAIL, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST, "running",
+        )
+    # fmt: on
 
     if sink is not None and not SPLITS:
         acc, running_sum, running_max = add_sink(acc, running_sum, running_max, sink, heads_q, valid)
@@ -133,6 +145,82 @@ def forward(
         tl.store(lse + lse_offsets + heads_wide * lse_strides[1], row_lse, mask=valid)
 
 
+MOST_SUM = tl.constexpr(8192.0)  # of a row's probs in one tile; fp16 reaches 65504
+LEAST_SUM = tl.constexpr(2.0**-64)  # of a row's probs: what underflowed beside it would not change it
+
+
+@triton.jit
+def attend_with_one_maximum(
+    acc, running_sum, q, k_head, v_head, table, tile_map, first_place, full_start, full_end, stop_place,
+    b, kv_head, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides, v_strides,
+    TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
+    DESCRIBED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, FOLDED: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """The softmax over all KV tiles with one number for each row in its maximum's place, so that O is never rescaled
+    and one tile alone looks for a maximum. Any number will do from which probs and sums stay in range; it is the
+    largest score of the first tile walked to, which all rows see whole if there is such a one, or 0 for a row that sees
+    none of it. The sums say whether it did: where they don't, the row's largest score of all is sought, and the tile of
+    rows computed again. Other rows then get the same bits again."""
+    # fmt: off
+    acc, running_sum, shift, peak = attend(
+        acc, running_sum, running_sum, q, k_head, v_head, table, tile_map, first_place, full_start, full_end,
+        stop_place, b, kv_head, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands,
+        k_strides, v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS, DESCRIBED,
+        LEFT, RIGHT, TAIL, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST, "first",
+    )
+    in_range = (peak <= MOST_SUM) & (running_sum >= LEAST_SUM)
+    all_are = tl.min(in_range.to(tl.int32), 0)
+    if all_are < 1:
+        # first_place, but the compiler doesn't know: else its addresses would take registers until here.
+        again = first_place + all_are
+        largest = largest_score(
+            q, k_head, v_head, table, tile_map, again, full_start, full_end, stop_place,
+            b, kv_head, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides,
+            v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS, DESCRIBED,
+            LEFT, RIGHT, TAIL, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
+        )
+        shift = tl.where(in_range, shift, tl.where(largest == -float("inf"), 0.0, largest))
+        acc, running_sum, shift, _ = attend(
+            tl.zeros_like(acc), tl.zeros_like(running_sum), shift, q, k_head, v_head, table, tile_map,
+            again, full_start, full_end, stop_place,
+            b, kv_head, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides,
+            v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS, DESCRIBED,
+            LEFT, RIGHT, TAIL, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST, "given",
+        )
+    # fmt: on
+    return acc, running_sum, tl.where(running_sum == 0.0, -float("inf"), shift)
+
+
+@triton.jit
+def largest_score(
+    q, k_head, v_head, table, tile_map, first_place, full_start, full_end, stop_place,
+    b, kv_head, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides, v_strides,
+    TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
+    DESCRIBED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, FOLDED: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Of each row in the KV tiles from first_place to stop_place - 1, as an exponent of 2; -inf if it sees none."""
+    factor = scale * LOG2E if FOLDED else 1.0
+    largest = tl.full([q.shape[0]], -float("inf"), dtype=tl.float32)
+    for place in tl.range(first_place, stop_place, num_stages=1):  # one tile, or rarely: not worth a pipeline
+        start = tile_at(place, tile_map, stop_place) * TILE_KV
+        # fmt: off
+        scores, _, _, _ = tile_scores(
+            q, k_head, v_head, table, place, start, full_start, full_end,
+            b, kv_head, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides,
+            v_strides, TILE_KV, HEAD_DIM, BLOCK_D, PAGE, WIDE, EQUAL_ROWS, DESCRIBED,
+            LEFT, RIGHT, TAIL, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
+        )
+        # fmt: on
+        largest = tl.maximum(largest, tl.max(scores, 1) * factor)
+    return largest
+
+
 @triton.jit
 def attend(
     acc, running_sum, running_max, q, k_head, v_head, table, tile_map, first_place, full_start, full_end, stop_place,
@@ -141,67 +229,113 @@ def attend(
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
     DESCRIBED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
-    q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr, MAXIMUM: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over the KV tiles that ``visited_tiles`` found, from first_place to stop_place - 1. Those seen
     whole and in part go through one loop: a second would have to fill its pipeline anew, and made the compiler run the
-    matrix products one by one."""
-    listed = tile_at(first_place, tile_map, stop_place)
-    k_row = k_strides[2]
-    v_row = k_row if EQUAL_ROWS else v_strides[2]  # one set of offsets for both saves registers
-    for place in range(first_place, stop_place):
+    matrix products one by one. MAXIMUM: "running", or of the "first" tile alone, or "given"; with these tiles seen
+    whole come first, those before them last, and peak, returned last, is a row's largest sum of a tile's probs."""
+    one, end = first_place, stop_place
+    if MAXIMUM != "running" and LEFT and MASK is None:
+        one = full_start if full_start < full_end else first_place
+        end = one + (stop_place - first_place)
+    listed = tile_at(one, tile_map, stop_place)
+    peak = running_sum
+    for step in range(one, end):
+        place = step
+        if MAXIMUM != "running" and LEFT and MASK is None:
+            place = tl.where(step < stop_place, step, step - (stop_place - first_place))
         start = (place if tile_map is None else listed) * TILE_KV
         listed = tile_at(place + 1, tile_map, stop_place)  # a tile ahead, so that no load of K waits for its number
-        lanes = tl.arange(0, TILE_KV)
-        keys = start + lanes
-        present = keys < seq_kv
-        if DESCRIBED:
-            k = load_described(k_head, b, kv_head, start, TILE_KV, BLOCK_D)
-        else:
-            if PAGE == 0:
-                # One 64-bit offset for the tile; those within it stay the same from tile to tile.
-                k_tile, v_tile = k_head + start.to(tl.int64) * k_row, v_head + start.to(tl.int64) * v_row
-                k_offsets, v_offsets = offsets_of(lanes, k_row, WIDE), offsets_of(lanes, v_row, WIDE)
-            elif PAGE % TILE_KV == 0:  # the tile lies in one page: one entry of the table, and the tile does begin
-                page = tl.load(table + start // PAGE).to(tl.int64)
-                k_tile = k_head + page * k_strides[0] + (start % PAGE).to(tl.int64) * k_row
-                v_tile = v_head + page * v_strides[0] + (start % PAGE).to(tl.int64) * v_row
-                k_offsets, v_offsets = offsets_of(lanes, k_row, WIDE), offsets_of(lanes, v_row, WIDE)
-            else:
-                pages = tl.load(table + keys // PAGE, mask=present, other=0).to(tl.int64)
-                k_tile, v_tile = k_head, v_head
-                k_offsets = pages * k_strides[0] + (keys % PAGE).to(tl.int64) * k_row
-                v_offsets = pages * v_strides[0] + (keys % PAGE).to(tl.int64) * v_row
-            k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, TAIL).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if REST:
-            k_rest = load_tile(k_tile + HEAD_DIM, k_offsets, present, REST, BLOCK_REST, TAIL).to(q.dtype)
-            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
-        if not FOLDED:
-            scores = scores * scale
-            if SCORE is not None:
-                scores = SCORE(scores, b, heads, positions[:, None], keys[None, :], seq_kv - seq_q, score_operands).to(
-                    tl.float32
-                )
-            scores = scores * LOG2E
-        if LEFT or RIGHT or MASK is not None or TAIL:
-            if in_part(place, full_start, full_end, LEFT and MASK is None):
-                visible = seen(b, heads, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, MASK)
-                scores = tl.where(visible, scores, -float("inf"))
+        # fmt: off
+        scores, v_tile, v_offsets, present = tile_scores(
+            q, k_head, v_head, table, place, start, full_start, full_end,
+            b, kv_head, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides,
+            v_strides, TILE_KV, HEAD_DIM, BLOCK_D, PAGE, WIDE, EQUAL_ROWS, DESCRIBED,
+            LEFT, RIGHT, TAIL, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
+        )
+        # fmt: on
         # Folded, the scale is one more factor in the exponential's argument, which a fused multiply-add takes along.
         factor = scale * LOG2E if FOLDED else 1.0
-        new_max = tl.maximum(running_max, tl.max(scores, 1) * factor)
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key seen yet: nothing to subtract
-        probs = tl.math.exp2(scores * factor - shift[:, None])
-        alpha = tl.math.exp2(running_max - shift)
-        running_sum = running_sum * alpha + tl.sum(probs, 1)
-        running_max = new_max
+        if MAXIMUM != "running":
+            if MAXIMUM == "first":
+                if step == one:
+                    largest = tl.max(scores, 1) * factor
+                    running_max = tl.where(largest == -float("inf"), 0.0, largest)
+            probs = tl.math.exp2(scores * factor - running_max[:, None])
+            sums = tl.sum(probs, 1)
+            running_sum += sums
+            peak = tl.maximum(peak, sums)
+        else:
+            new_max = tl.maximum(running_max, tl.max(scores, 1) * factor)
+            shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # no key seen yet: nothing to subtract
+            probs = tl.math.exp2(scores * factor - shift[:, None])
+            alpha = tl.math.exp2(running_max - shift)
+            running_sum = running_sum * alpha + tl.sum(probs, 1)
+            running_max = new_max
         if DESCRIBED:
             v = load_described(v_head, b, kv_head, start, TILE_KV, BLOCK_DV)
         else:
             v = load_tile(v_tile, v_offsets, present, HEAD_DIM_V, BLOCK_DV, TAIL).to(q.dtype)
-        acc = tl.dot(probs.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, running_sum, running_max
+        if MAXIMUM != "running":
+            acc = tl.dot(probs.to(q.dtype), v, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(probs.to(q.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
+    return acc, running_sum, running_max, peak
+
+
+@triton.jit
+def tile_scores(
+    q, k_head, v_head, table, place, start, full_start, full_end,
+    b, kv_head, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides, v_strides,
+    TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
+    DESCRIBED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, FOLDED: tl.constexpr,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    """Scores of the KV tile from ``start`` on, modified and masked: exponents of 2 or, FOLDED, without their factor.
+    And where its rows of V lie, and which of them there are: a place, offsets from it, booleans."""
+    k_row = k_strides[2]
+    v_row = k_row if EQUAL_ROWS else v_strides[2]  # one set of offsets for both saves registers
+    lanes = tl.arange(0, TILE_KV)
+    keys = start + lanes
+    present = keys < seq_kv
+    v_tile, v_offsets = v_head, lanes
+    if DESCRIBED:
+        k = load_described(k_head, b, kv_head, start, TILE_KV, BLOCK_D)
+    else:
+        if PAGE == 0:
+            # One 64-bit offset for the tile; those within it stay the same from tile to tile.
+            k_tile, v_tile = k_head + start.to(tl.int64) * k_row, v_head + start.to(tl.int64) * v_row
+            k_offsets, v_offsets = offsets_of(lanes, k_row, WIDE), offsets_of(lanes, v_row, WIDE)
+        elif PAGE % TILE_KV == 0:  # the tile lies in one page: one entry of the table, and the tile does begin
+            page = tl.load(table + start // PAGE).to(tl.int64)
+            k_tile = k_head + page * k_strides[0] + (start % PAGE).to(tl.int64) * k_row
+            v_tile = v_head + page * v_strides[0] + (start % PAGE).to(tl.int64) * v_row
+            k_offsets, v_offsets = offsets_of(lanes, k_row, WIDE), offsets_of(lanes, v_row, WIDE)
+        else:
+            pages = tl.load(table + keys // PAGE, mask=present, other=0).to(tl.int64)
+            k_tile, v_tile = k_head, v_head
+            k_offsets = pages * k_strides[0] + (keys % PAGE).to(tl.int64) * k_row
+            v_offsets = pages * v_strides[0] + (keys % PAGE).to(tl.int64) * v_row
+        k = load_tile(k_tile, k_offsets, present, HEAD_DIM, BLOCK_D, TAIL).to(q.dtype)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if REST:
+        k_rest = load_tile(k_tile + HEAD_DIM, k_offsets, present, REST, BLOCK_REST, TAIL).to(q.dtype)
+        scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision=PRECISION)
+    if not FOLDED:
+        scores = scores * scale
+        if SCORE is not None:
+            scores = SCORE(scores, b, heads, positions[:, None], keys[None, :], seq_kv - seq_q, score_operands).to(
+                tl.float32
+            )
+        scores = scores * LOG2E
+    if LEFT or RIGHT or MASK is not None or TAIL:
+        if in_part(place, full_start, full_end, LEFT and MASK is None):
+            visible = seen(b, heads, positions, keys, seq_q, seq_kv, low, high, mask_operands, LEFT, MASK)
+            scores = tl.where(visible, scores, -float("inf"))
+    return scores, v_tile, v_offsets, present
 
 
 @triton.jit
