@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 
+from attnworks import Causal, Plan, attention
 from attnworks.workbench.cases import Case
 from attnworks.workbench.subjects import BackendSubject
 from attnworks.workbench.verify import Answers, fresh_memory_poisoned, verify_case, verify_properties
@@ -41,3 +43,17 @@ def test_properties(case: Case) -> None:
     results = verify_properties(SMALL, case)
     assert results
     assert [f"{r.check}: {r.message}" for r in results if r.status == "failed"] == []
+
+
+def test_a_row_out_of_range_leaves_others_as_they_are() -> None:
+    """Bit for bit, though the tile of rows is computed again with another number in that row's maximum's place."""
+    q, k, v = (torch.randn(1, 1, 48, 16) for _ in "qkv")
+    k[:, :, 20:] *= 4
+    plan = Plan("triton", "q_outer", 16, 16, warps=4, stages=1)
+    quiet = attention(q * 0.3, k, v, mask=Causal(), plan=plan)
+    q = q * 0.3
+    q[:, :, 40] *= 50
+    loud = attention(q, k, v, mask=Causal(), plan=plan)
+    torch.testing.assert_close(loud, torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    others = torch.arange(48) != 40
+    assert torch.equal(quiet[:, :, others], loud[:, :, others]) and not torch.equal(quiet, loud)
