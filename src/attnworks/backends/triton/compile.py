@@ -67,6 +67,8 @@ def compile_plan(target: GPUTarget, problem: Problem, plan: Plan) -> list[tuple[
     for launch, tensors in noted:
         names = launch.kernel.arg_names[: len(tensors)]
         arguments = dict(zip(names, tensors, strict=True)) | launch.fixed
+        if target.backend != "cuda" and "KEEP_MAXIMUM" in arguments:
+            arguments["KEEP_MAXIMUM"] = False  # as plans.keeps_maximum would say there
         found.append((launch.kernel.__name__, compile_for(target, launch.kernel, arguments, **launch.options)))
     return found
 

@@ -153,8 +153,8 @@ def keeps_maximum(problem: Problem, plan: Plan) -> bool:
     """Whether the first tile's maximum serves for all (``attend_with_one_maximum``). Few queries read memory, which
     hides the search for one, and splits are short. Times as fast with it (H200, bf16, 2026-12-01): D=128 at 512, 1k,
     4k, 16k 1.09 1.10 1.12 1.16, causal and a window 1.08; D=64 at 512, 1k, 4k 1.03 1.09 1.12 to 1.16, causal 1.16, a
-    window 1.07."""
-    return problem.form != "decode" and not plan.split_kv
+    window 1.07. On AMD it was not measured, and takes registers that there are not (gfx1100: 5 kB spilled for 0.4)."""
+    return torch.version.hip is None and problem.form != "decode" and not plan.split_kv
 
 
 def generation(problem: Problem, schedule: str) -> Plan:
