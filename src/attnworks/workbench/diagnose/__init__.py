@@ -17,6 +17,7 @@ from attnworks.workbench.diagnose.answers import FAR
 from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.nearest import Candidate, Corpus, Progress
 from attnworks.workbench.diagnose.probes import Observation, Probe
+from attnworks.workbench.diagnose.second_look import second_look
 from attnworks.workbench.diagnose.sentence import sentence
 from attnworks.workbench.diagnose.shrink import shrink
 from attnworks.workbench.subjects import Subject
@@ -109,7 +110,10 @@ def diagnose(
     corpus = (corpus or Corpus(seed=seed)).view([Probe(case.with_seed(seed)) for case in cases])
     with fresh_memory_poisoned():
         seen = corpus.observe(subject, progress)
-        if not any(one.failed for one in seen) and not cases:
+        if not any(one.failed for one in seen) and not cases and (more := second_look(subject, seed)):
+            corpus = corpus.view(more)
+            seen = corpus.observe(subject, progress)
+        elif not any(one.failed for one in seen) and not cases:
             failed = _search(subject, seed, progress)
             if failed:
                 cases = list({result.case.name: result.case for result in failed}.values())

@@ -166,8 +166,9 @@ class Corpus:
 
     def _sizes(self, seen: Sequence[Observation], failing: list[int], progress: Progress | None) -> list[int]:
         """The best tile sizes of the nearest of the faults that have such, by the first probes that tell."""
-        telling = [place for place in failing if _tells_sizes(self.benches[place])][:SIZE_PROBES]
-        telling = [place for place in telling if not self.benches[place].long]
+        short = [place for place in failing if not self.benches[place].long]
+        # A fault may show in none of the probes that were chosen for sizes.
+        telling = ([place for place in short if _tells_sizes(self.benches[place])] or short)[:SIZE_PROBES]
         if not telling:
             return []
         if self.benches[telling[0]].probe.case.form != "dense":
