@@ -38,7 +38,7 @@ class Addresses:
                 slice(s.start, min(s.start + self._rounded(n), ends_kv[-1])) for n, s in zip(lengths, own, strict=True)
             ]
         counted = [len(range(*s.indices(ends_kv[-1]))) for s in read]
-        if (self.has("sequences not apart") and self.way in (1, 4, 5, *range(7, 11))) or self.has("tail keys unmasked"):
+        if (self.has("sequences not apart") and self.way in (1, 4, 5, *range(7, 13))) or self.has("tail keys unmasked"):
             counted = lengths  # they begin with a sequence's own keys, and masks know how many these are
         if self.way < 4 and self.has("causal from other lengths"):
             counted = self._of_others(ends_q, ends_kv)
@@ -90,8 +90,13 @@ class Addresses:
             return [slice(s, s + b - a) for s, (a, b) in zip(starts, pairwise(ends_q), strict=True)], counted
         if not (self.has("sequences not apart") and self.way > 6):
             return [slice(a, b) for a, b in pairwise(ends_q)], counted
-        tile, last = (16, 32, 64, 128)[self.way - 7], ends_q[-1]  # a tile of rows is its first row's sequence's
-        edges = [min(-(-end // tile) * tile, last) for end in ends_q]
+        last = ends_q[-1]
+        if self.way > 10:  # the row at a border is taken for one of the sequence before, or of the one behind
+            step = (1, -1)[self.way - 11]
+            edges = [0, *(min(max(end + step, 0), last) for end in ends_q[1:-1]), last]
+        else:
+            tile = (16, 32, 64, 128)[self.way - 7]  # a tile of rows is its first row's sequence's
+            edges = [min(-(-end // tile) * tile, last) for end in ends_q]
         shifts = [n - (b - a) - a for n, (a, b) in zip(counted, pairwise(ends_q), strict=True)]
         return [slice(a, b) for a, b in pairwise(edges)], [
             b + shift for shift, (_, b) in zip(shifts, pairwise(edges), strict=True)
@@ -150,7 +155,10 @@ class Addresses:
         found: list[int] = table[b, :count].remainder(pages).tolist()
         if not count:
             return found
-        if self.has("pages of K and V differ") and (which == "k") == (self.way > 2):
+        if self.has("pages of K and V differ") and self.way > 5:  # the page after, or before, in the sequence
+            if which == ("k" if self.way == 7 else "v"):
+                return found[:1] + found[:-1] if self.way == 8 else found[1:] + found[-1:]
+        elif self.has("pages of K and V differ") and (which == "k") == (self.way > 2):
             following = table[(b + 1) % table.shape[0], :count].remainder(pages).tolist()
             return (following, [(found[0] + n) % pages for n in range(count)], [found[0]] * count)[self.way % 3]
         if self.has("pages in order"):

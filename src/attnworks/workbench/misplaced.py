@@ -45,13 +45,13 @@ class Misplaced:
             parts = self._mixed(parts)
         return parts
 
-    def results(self, pairs: list[Result]) -> list[Result]:
+    def results(self, pairs: list[Result], heads_kv: int) -> list[Result]:
         """out and LSE of each sequence as a kernel with a fault leaves them."""
         if any(out.shape[0] > 1 for out, _ in pairs):
             if self.has("layouts confused") and self.way >= 8:
                 pairs = [(_relaid(out, self.way % 2), lse) for out, lse in pairs]
             if self.has("heads left out"):
-                pairs = [(self._without_heads(out), self._without_heads(lse)) for out, lse in pairs]
+                pairs = [tuple(self._without_heads(x, heads_kv) for x in pair) for pair in pairs]  # type: ignore[misc]
         if any(bool((lse == -torch.inf).any()) for _, lse in pairs) and self.has("empty rows hold other rows"):
             pairs = [(self._kept(pairs, n), lse) for n, (_, lse) in enumerate(pairs)]
         if any(out.shape[1] > 1 for out, _ in pairs) and self.has("rows of the output exchanged"):
@@ -121,9 +121,13 @@ class Misplaced:
         rows = torch.arange(q.shape[1])
         return q[:, rows % self.tile]  # every tile of rows has the first one's
 
-    def _without_heads(self, x: Tensor) -> Tensor:
+    def _without_heads(self, x: Tensor, heads_kv: int) -> Tensor:
         heads, kept = x.shape[0], x.clone()
-        missing = (slice(heads - 1, None), slice(0, 1), slice(heads // 2, None), slice(1, None))[self.way]
+        group = max(heads // max(heads_kv, 1), 1)
+        of_group = torch.arange(heads) % group
+        missing = (slice(heads - 1, None), slice(0, 1), slice(heads // 2, None), slice(1, None),
+                   (of_group >= group // 2 * 2) & (group > 1),  # pairs of a group's heads share a block
+                   of_group == group - 1)[self.way]  # fmt: skip
         kept[missing] = 0
         return kept
 

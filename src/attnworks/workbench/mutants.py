@@ -47,7 +47,8 @@ class Mutant:
         self.addresses = Addresses(self.has, way, tile_kv)
         self.misplaced = Misplaced(self.has, way, tile_kv)
         self.name = f"mutant: {fault or 'none'}"
-        self._calls, self._longest = 0, 0
+        self._calls, self._longest, self._first_rows, self._sequences = 0, 0, 0, 0
+        self._packed_apart: list[int] = []
 
     def has(self, fault: str) -> bool:
         return self.fault == fault
@@ -57,6 +58,7 @@ class Mutant:
 
     def __call__(self, inputs: Inputs, *, return_lse: bool = True, **options: Any) -> Outcome:
         kwargs = inputs.kwargs()
+        self._packed_apart = []
         forms: dict[str, Callable[..., Outcome]] = {
             "dense": self._dense,
             "varlen": self._varlen,
@@ -115,6 +117,7 @@ class Mutant:
     ) -> Outcome:
         ends_q = cu_seqlens_q.tolist()
         ends_kv = cu_seqlens_kv.tolist()
+        self._packed_apart = [a - b for a, b in zip(ends_q[:-1], ends_kv[:-1], strict=True)]
         keys, counted = self.addresses.packed(ends_q, ends_kv)
         keys, values = self.addresses.values(keys, ends_kv)
         if k.requires_grad and self.has("gradients without queries unwritten"):
@@ -151,6 +154,13 @@ class Mutant:
         capacity = k_cache.shape[1] if page_table is None else page_table.shape[1] * size
         new_keys = 0 if k_new is None else k_new.shape[1]
         lens, counted = self.addresses.cached(kv_lens.tolist(), capacity, size, q.shape[1], new_keys)
+        if (
+            k_new is not None
+            and v_new is not None
+            and k_new.shape == v_new.shape
+            and self.has("new keys for new values")
+        ):
+            k_new, v_new = ((k_new, k_new), (v_new, v_new), (v_new, k_new))[self.way]
         scales = None if k_scale is None or v_scale is None else (k_scale, v_scale)
         parts = []
         for b, length in enumerate(lens):
@@ -237,6 +247,7 @@ class Mutant:
         """``limits``: keys that may be seen, ``counted``: keys that masks are aligned by; None for all there are."""
         lengths = [k.shape[1] for _, k, _ in parts]
         self._longest = max(limits or lengths, default=0)
+        self._first_rows, self._sequences = parts[0][0].shape[1] if parts else 0, len(parts)
         parts = self.misplaced.operands(list(parts))
         pairs = [
             self._attend(b, q, k, v, (limits or lengths)[b], (counted or lengths)[b], **rest)
@@ -249,7 +260,7 @@ class Mutant:
             pairs[first:] = [(out * 0, lse * 0) for out, lse in pairs[first:]]
         if len(pairs) > 1 and self.has("sequences exchanged"):
             pairs = [pairs[n] for n in self.addresses.order([q.shape[1] for q, _, _ in parts])]
-        pairs = self.misplaced.results(pairs)
+        pairs = self.misplaced.results(pairs, parts[0][1].shape[0] if parts else 1)
         return [out for out, _ in pairs], [lse for _, lse in pairs]
 
     def _attend(
@@ -282,7 +293,9 @@ class Mutant:
                     own = whole[b if whole.shape[0] > 1 and not self.has("bias of sequence 0") else 0]
                 if self.has("bias of row 0"):
                     own = own[..., :1] if self.way else own[:, :1]
-                if self.has("bias gradient not summed") and (b > 0 if self.way else own.shape[0] == 1):
+                if self.way == 2 and self.has("bias gradient not summed"):  # but averaged
+                    own = _slower(own, whole, self._sequences, q.shape[0])
+                elif self.has("bias gradient not summed") and (b > 0 if self.way else own.shape[0] == 1):
                     shared = whole.shape[0] == 1
                     own = (own.detach() if shared else own) if self.way else self._of_one_head(own, q.shape[0])
                 own = own[:, : seq_q if own.shape[1] > 1 else 1, : seq_kv if own.shape[2] > 1 else 1]
@@ -297,7 +310,8 @@ class Mutant:
         m = modifiers.Modifiers(self.has, scale, masks, scores, b, seq_q, counted, limit, self.tile_kv, self.split_kv)
         m.dtype, m.biases, m.addresses, m.default_scale = q.dtype, biases, self.addresses, default
         m.value = self.value
-        m.longest = self._longest
+        m.longest, m.first_rows = self._longest, self._first_rows
+        m.packed_apart = self._packed_apart[b] if self._packed_apart else seq_kv - seq_q
         m.group, m.heads_q = max(q.shape[0] // max(k.shape[0], 1), 1), q.shape[0]
         out, lse = tiled.Attend.apply(m, q, k, v, sink, *biases.values())  # type: ignore[no-untyped-call]
         if q.shape[0] > 1 and self.has("heads of the output exchanged"):
@@ -308,6 +322,12 @@ class Mutant:
     def _of_one_head(bias: Tensor, heads: int) -> Tensor:
         """(heads, rows, keys) of a bias that all heads share, whose gradient is the first one's."""
         return torch.cat((bias, bias.detach().expand(heads - 1, -1, -1)))
+
+
+def _slower(x: Tensor, whole: Tensor, sequences: int, heads: int) -> Tensor:
+    """A sequence's part of a bias, whose gradient is divided by how many sequences and heads share it."""
+    times = (sequences if whole.shape[0] == 1 else 1) * (heads if whole.shape[1] == 1 else 1)
+    return x / times + (x - x / times).detach()
 
 
 def _unwritten(x: Tensor, ends_q: Sequence[int], ends_kv: Sequence[int]) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnworks.masks import Window
 from attnworks.scores import Bias
+from attnworks.workbench.mask_tiles import seen_in_blocks
 from attnworks.workbench.modifiers import Modifiers
 
 
@@ -29,6 +30,9 @@ def backward(
     if d_out.numel() and has("dO of another place"):
         d_out = _other_d_out(way, d_out)
     delta = _delta(m, out, lse, d_out, d_lse)
+    if m.seq_q > 8 and has("delta missing in the last tile"):  # of one that is not whole, or in all but the first
+        kept = m.tile_kv if way else m.seq_q // m.tile_kv * m.tile_kv
+        delta = delta * (torch.arange(m.seq_q).view(-1, 1) < kept)
     if has("delta of the accumulator"):  # as it is before it is divided by the sum
         delta = delta * torch.exp(lse[..., None] - top_scores(m, q, k)).nan_to_num(0)
     safe = (
@@ -38,6 +42,8 @@ def backward(
         safe = _less(safe, sink)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_biases = {place: torch.zeros_like(bias, dtype=q.dtype) for place, bias in m.biases.items()}
+    if way and has("heads mapped otherwise in backward"):
+        k, v = _by_remainder(m, k), _by_remainder(m, v)
     for first in range(0, k.shape[1], m.tile_kv):
         keys = slice(first, first + m.tile_kv)
         own_k, own_v = _tiles(m, k, v, keys)
@@ -52,6 +58,9 @@ def backward(
             if isinstance(modifier, Bias):
                 factor = m.scale if has("bias gradient scaled") else 0.0 if has("bias gradient missing") else 1.0
                 d_biases[place][..., keys] = ds * factor
+                if m.masks and has("bias gradient unwritten where hidden"):
+                    hidden = ~seen_in_blocks(m.shown, m.tile_kv)
+                    d_biases[place][..., keys] = (ds * factor).masked_fill(hidden, torch.nan)
             elif slope is not None:
                 ds = ds * slope
         ds = ds.to(torch.float8_e4m3fn).to(ds.dtype) if has("dS in fp8") else _narrow(m, ds, way=2)
@@ -61,9 +70,12 @@ def backward(
         if k.shape[1] > m.tile_kv and has("last tile missing in dq"):
             step = step * _dq_keeps(m, first, k.shape[1])
         dq = step if has("dq overwritten by each tile") else dq + step
-        if has("backward in 16 bits") and way > 5:  # where it is summed up
+        if has("backward in 16 bits") and way in (6, 7):  # where it is summed up
             dq = dq.to(torch.bfloat16 if way == 6 else torch.float16).to(dq.dtype)
         dk[:, keys] = ds[:, rows].transpose(-1, -2) @ q[:, rows] * _scale(m, "dk")
+        if m.masks and has("gradients of hidden keys unwritten") and not bool(m.shown.any()):
+            for grad in ((dk, dv), (dk,), (dv,))[way]:
+                grad[:, keys] = torch.nan
     d_sink = None
     if sink is not None:
         shares = torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]
@@ -133,6 +145,8 @@ def _d_probs(m: Modifiers, q: Tensor, v: Tensor, d_out: Tensor) -> Tensor:
 def _probs(m: Modifiers, q: Tensor, k: Tensor, s: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """P recomputed from scores and the LSE (heads, rows, 1), as dV and as dS take it."""
     has, way = m.has, m.addresses.way
+    if has("backward in 16 bits") and way > 7:  # the LSE that forward kept
+        lse = lse.to(torch.bfloat16 if way == 8 else torch.float16).to(lse.dtype)
     p = torch.exp(s - lse)
     if has("probs not normalised in backward"):
         wrong = torch.exp(s - top_scores(m, q, k))
@@ -257,9 +271,17 @@ def of_kv_heads(m: Modifiers, wide: Tensor, heads: Tensor, heads_kv: int, which:
     group = max(wide.shape[0] // max(heads_kv, 1), 1)
     if m.has("dk, dv of one query head") and m.addresses.way in (0, which, 3):
         return wide[group - 1 if m.addresses.way == 3 else 0 :: group]
+    if heads_kv > 1 and group > 1 and not m.addresses.way and m.has("heads mapped otherwise in backward"):
+        heads = torch.arange(len(heads)) % heads_kv
     summed = wide.new_zeros(heads_kv, *wide.shape[1:]).index_add(0, heads, wide)
     averaged = m.has("dk, dv averaged over the group") and m.addresses.way in (0, which)
     return summed / group if averaged else summed
+
+
+def _by_remainder(m: Modifiers, x: Tensor) -> Tensor:
+    """K or V by query heads, each with the KV head of its number's remainder."""
+    heads_kv = max(x.shape[0] // m.group, 1)
+    return x[torch.arange(x.shape[0]) % heads_kv * m.group]
 
 
 def top_scores(m: Modifiers, q: Tensor, k: Tensor) -> Tensor:

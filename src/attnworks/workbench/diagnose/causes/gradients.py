@@ -22,6 +22,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             DS,
             "The sum runs over all channels of dO ∘ O, beyond one chunk or one thread's.",
         ),
+        "delta missing in the last tile": Cause(
+            "dQ wrong in the rows past the last whole tile (or past the first one), dK with it; dV right.",
+            DS,
+            "The grid of the kernel that makes delta: a block for a part of a tile as well.",
+        ),
         "delta of the accumulator": Cause(
             "dV right, dQ and dK wrong, more with more keys; right where a row's sum is 1.",
             DS,
@@ -75,6 +80,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             DK,
             "The rows of a tile of keys: from the first that sees its first key to the last that sees its last.",
         ),
+        "gradients of hidden keys unwritten": Cause(
+            "dK and dV of keys that no query sees are what the memory held.",
+            "a key that no row sees: dK = dV = 0",
+            "Tiles of keys that are skipped must still be stored, or the buffers be cleared.",
+        ),
         "gradients without queries unwritten": Cause(
             "Packed sequences, some without queries: dK and dV of their keys hold what the memory held.",
             "dK = dV = 0 where no query is",
@@ -107,6 +117,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Grouped heads: dK, dV or both too small by the group's size.",
             DK,
             "A mean for a sum.",
+        ),
+        "heads mapped otherwise in backward": Cause(
+            "Forward right; grouped heads: gradients belong to another KV head, or come of another one's keys.",
+            "KV head of query head h: h // (heads_q / heads_kv), in backward as in forward",
+            "h % heads_kv in backward; a reshape to (group, heads_kv).",
         ),
         "dk, dv of one query head": Cause(
             "Grouped heads: dK and dV too small, dQ right.", DK, "The sum over the group's query heads."
@@ -197,6 +212,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             PBACK,
             "Is the scale handed to the backward?",
         ),
+        "scores scaled otherwise in backward": Cause(
+            "Forward right; all gradients wrong, most where scores are large.",
+            PBACK,
+            "The scale of the recomputed scores: there once, with log2 e only for exp2.",
+        ),
         "scores plain in backward": Cause(
             "Forward right; gradients wrong with a softcap, ALiBi or a bias.",
             PBACK,
@@ -214,6 +234,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "dBias is 0.",
             "dBias = dS",
             "Is it returned?",
+        ),
+        "bias gradient unwritten where hidden": Cause(
+            "dBias under a mask: what the memory held in tiles that are skipped.",
+            "dBias = dS, 0 where hidden",
+            "The buffer is not cleared, and skipped tiles are not stored.",
         ),
         "bias gradient scaled": Cause("dBias off by the scale.", "dBias = dS", "dS before the scale is multiplied in."),
         "bias gradient in another place": Cause(

@@ -71,6 +71,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "i and j count from the sequence's first query and key",
             "tile · tile_kv + lane, for keys and rows, wherever a number is compared.",
         ),
+        "moved tile numbered as unmoved": Cause(
+            "Masks and ALiBi: the last rows see keys of the future; right where rows fill whole tiles.",
+            "i and j count from the sequence's first query and key",
+            "A last tile that is moved back so that it ends with the rows: its number is where it was moved to.",
+        ),
         "masked in one tile only": Cause(
             "Masks: right on one tile of keys; on more, hidden keys of the other tiles take part.",
             MASK,

@@ -169,6 +169,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "cache[kv_lens[b] + n] = k_new[b, n] before reading",
             "The order.",
         ),
+        "new keys for new values": Cause(
+            "Appended keys stand where appended values belong, or the other way round; what was in the cache is right.",
+            "V[length + n] = v_new[n], K[length + n] = k_new[n]",
+            "The append's second store, copied from its first.",
+        ),
         "new keys in the wrong slot": Cause(
             "Decode with new keys: the newest old key is gone, or a slot that nobody wrote is read.",
             "cache[kv_lens[b] + n] = k_new[b, n] before reading",

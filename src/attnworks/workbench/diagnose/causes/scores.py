@@ -100,6 +100,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         "bias of sequence 0": Cause(
             "A bias: the sequences are wrong, or all but the first.", BIAS, "The bias's batch stride."
         ),
+        "bias rounded": Cause(
+            "A bias: errors as large as its last bits in 16 bits.",
+            BIAS,
+            "The bias is cast to the dtype of Q before it is added.",
+        ),
         "bias scaled": Cause("A bias: as with a smaller one.", BIAS, "The bias is added after the scale."),
         "bias ignored": Cause("A bias: as without.", BIAS, "Is its pointer read, for every broadcast?"),
         "bias subtracted": Cause(
