@@ -140,10 +140,15 @@ class Addresses:
         return read, counted
 
     def slots(self, table: Tensor, b: int, length: int, size: int, pages: int) -> Tensor | None:
-        """Where a sequence's keys lie among all slots if pages are taken to be of another size, else None."""
+        """Where a sequence's keys lie among all slots if they are not found page by page, else None."""
+        j = torch.arange(length)
+        if length > size and self.has("one page for a tile"):
+            tile = (32, 64, 128, 16)[self.way % 4]
+            first = j // tile * tile  # whose page is looked up; on in memory, or from that page's beginning again
+            start = table[b].remainder(pages)[first // size] * size
+            return (start + (j % size if self.way > 3 else first % size + j - first)) % (size * pages)
         if not self.has("pages of another size"):
             return None
-        j = torch.arange(length)
         if self.way == 5:  # the table is taken to name a page for each key
             return table[b].remainder(pages)[j.clamp(max=table.shape[1] - 1)] * size + j % size
         taken = (16, 64, 256, 2 * size, max(size // 2, 1))[self.way]
@@ -197,6 +202,9 @@ class Addresses:
         """Where new key ``n`` goes."""
         if self.way == 4 and page_size:  # all into the page of the first one, from its beginning again
             return length // page_size * page_size + (length + n) % page_size
+        if self.way == 5:  # none beyond the page of the first one
+            beyond = page_size and (length + n) // page_size != length // page_size
+            return -1 if beyond else length + n
         return (max(length - 1, 0), length + 1, 0, length // 16 * 16, length)[self.way] + n
 
     def scale(self, name: str, k_scale: Tensor, v_scale: Tensor, heads_q: int) -> Tensor:

@@ -48,7 +48,7 @@ class Misplaced:
     def results(self, pairs: list[Result], heads_kv: int) -> list[Result]:
         """out and LSE of each sequence as a kernel with a fault leaves them."""
         if any(out.shape[0] > 1 for out, _ in pairs):
-            if self.has("layouts confused") and self.way >= 8:
+            if self.has("layouts confused") and self.way in (8, 9):
                 pairs = [(_relaid(out, self.way % 2), lse) for out, lse in pairs]
             if self.has("heads left out"):
                 pairs = [tuple(self._without_heads(x, heads_kv) for x in pair) for pair in pairs]  # type: ignore[misc]
@@ -77,6 +77,16 @@ class Misplaced:
                 later[:, :taken] = out[:, -1:] if self.way else 0
                 more -= taken
         return left
+
+    @staticmethod
+    def at_offsets(outs: list[Tensor], starts: Sequence[int]) -> list[Tensor]:
+        """Outputs of packed sequences, (heads, rows, dim), stored from other offsets on; the rest is 0."""
+        sizes = [out.shape[1] for out in outs]
+        whole = torch.zeros(outs[0].shape[0], sum(sizes), outs[0].shape[2], dtype=outs[0].dtype)
+        for out, start in zip(outs, starts, strict=False):
+            taken = max(min(out.shape[1], whole.shape[1] - start), 0)
+            whole[:, start : start + taken] = out[:, :taken]
+        return list(torch.split(whole, sizes, 1))
 
     def _kept(self, pairs: Sequence[Result], n: int) -> Tensor:
         """Rows without keys as what was computed before left them: the sequence before, or the last row with keys."""

@@ -20,7 +20,7 @@ from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_fir
 from attnworks.workbench.causal_tiles import by_tile, loop_end
 from attnworks.workbench.mask_tiles import mirrored, seen_in_blocks, without_skipped
 from attnworks.workbench.numbering import numbers
-from attnworks.workbench.window_tiles import from_first_tile, up_to_last_tile
+from attnworks.workbench.window_tiles import from_first_tile, last_tile_end, up_to_last_tile
 from attnworks.workbench.windows import ends
 
 TILE = 32
@@ -271,6 +271,8 @@ class Modifiers:
     def _masked(self, shown: Tensor, i: Tensor, j: Tensor, backward: bool, seen_as: Tensor) -> Tensor:
         """What all masks show of ``shown``."""
         has = self.has
+        if len(self.masks) > 1 and has("masks joined by or"):
+            return self._joined(shown, i, j, backward, seen_as)
         for mask in self.masks:
             if isinstance(mask, Tensor):
                 if not (has("boolean mask ignored") or has("boolean mask added as numbers")):
@@ -282,6 +284,15 @@ class Modifiers:
                 h = torch.arange(1).view(-1, 1, 1)
                 shown = shown & mask(torch.tensor(self.sequence), h, i, j)
         return shown
+
+    def _joined(self, shown: Tensor, i: Tensor, j: Tensor, backward: bool, seen_as: Tensor) -> Tensor:
+        """What any of the masks shows."""
+        every, found = self.masks, torch.zeros_like(shown)
+        for mask in every:
+            self.masks = [mask]
+            found = found | self._masked(shown, i, j, backward, seen_as)
+        self.masks = every
+        return found
 
     def _own(self, mask: Tensor, j: Tensor) -> Tensor:
         """What a boolean mask says of this sequence's rows and the keys of a tile."""
@@ -377,6 +388,8 @@ class Modifiers:
             if self.addresses.way:  # one for the batch, from its longest sequence
                 begin = torch.tensor(self.longest - -(-(left + self.seq_q) // self.tile_kv) * self.tile_kv)
             shown = shown & (j >= begin)
+        if right is not None and has("window's last tile skipped"):
+            shown = shown & (j < last_tile_end(origin + right, self.tile_kv, self.addresses.way))
         if right is not None and not has("window without right end"):
             end = origin + right + further
             if has("window by tile") and self.addresses.way > 3:

@@ -23,6 +23,9 @@ from attnworks.workbench.scales import softmax_scale
 from attnworks.workbench.subjects import Outcome
 from attnworks.workbench.ways import NUMBERS
 
+# Ways in which a page is read as (heads, slots, dim), and of which cache.
+_PAGES_TURNED = {(10, "k"), (10, "v"), (11, "k"), (12, "v")}
+
 
 class Mutant:
     """Tiled attention with one fault ("" for none, which is right). It runs every case.
@@ -122,6 +125,8 @@ class Mutant:
         keys, values = self.addresses.values(keys, ends_kv)
         if k.requires_grad and self.has("gradients without queries unwritten"):
             k, v = (_unwritten(x, ends_q, ends_kv) for x in (k, v))
+        if k.requires_grad and ends_q != ends_kv and self.has("dk, dv at the queries' offsets"):
+            k, v = (_at_offsets(x, ends_kv, ends_q) for x in (k, v))
         rows_q, counted = self.addresses.rows(ends_q, ends_kv, counted)
         parts = [
             (q[mine].transpose(0, 1), k[own].transpose(0, 1), v[own_v].transpose(0, 1))
@@ -132,6 +137,8 @@ class Mutant:
         filler = float("nan") if self.has("rows past the end unwritten") else 0.0
         if self.has("stores reach the next sequence"):
             outs = self.misplaced.overrun(outs)
+        if ends_q != ends_kv and self.has("output offsets from keys"):
+            outs = self.misplaced.at_offsets(outs, ends_kv)
         rows = [out.transpose(0, 1) for out in outs] + [q.new_full((unused, q.shape[1], v.shape[-1]), filler)]
         return torch.cat(rows), torch.cat([*lses, lses[0].new_full((q.shape[1], unused), -torch.inf)], 1)
 
@@ -213,7 +220,8 @@ class Mutant:
             rows = self._cached(cache, page_table, b, length + new.shape[1], which).clone()
             for n, one in enumerate(new[b]):
                 slot = self.addresses.slot(length, n, 0 if page_table is None else cache.shape[1])
-                rows[slot : slot + 1] = one
+                if slot >= 0:
+                    rows[slot : slot + 1] = one
             return rows
         if self.has("new keys not appended"):
             rows = self._cached(cache, page_table, b, length + new.shape[1], which).clone()
@@ -234,7 +242,10 @@ class Mutant:
         if slots is not None:
             return cache.flatten(0, 1)[slots]
         pages = self.addresses.pages(page_table, b, -(-length // size), cache.shape[0], which)
-        rows = cache[pages].flatten(0, 1)
+        read = cache[pages]
+        if cache.shape[2] > 1 and self.has("layouts confused") and (self.way, which) in _PAGES_TURNED:
+            read = read.reshape(len(pages), cache.shape[2], size, -1).transpose(1, 2)
+        rows = read.flatten(0, 1)
         return rows if whole else rows[:length]
 
     def _attend_all(
@@ -322,6 +333,21 @@ class Mutant:
     def _of_one_head(bias: Tensor, heads: int) -> Tensor:
         """(heads, rows, keys) of a bias that all heads share, whose gradient is the first one's."""
         return torch.cat((bias, bias.detach().expand(heads - 1, -1, -1)))
+
+
+def _at_offsets(x: Tensor, own: Sequence[int], others: Sequence[int]) -> Tensor:
+    """K or V, whose gradient lies, sequence by sequence, where other offsets begin."""
+
+    def moved(grad: Tensor) -> Tensor:
+        found = torch.zeros_like(grad)
+        for (a, b), start in zip(pairwise(own), others, strict=False):
+            taken = max(min(b - a, len(grad) - start), 0)
+            found[start : start + taken] = grad[a : a + taken]
+        return found
+
+    watched = x * 1
+    watched.register_hook(moved)  # type: ignore[no-untyped-call]
+    return watched
 
 
 def _slower(x: Tensor, whole: Tensor, sequences: int, heads: int) -> Tensor:

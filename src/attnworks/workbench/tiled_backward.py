@@ -38,6 +38,10 @@ def backward(
     safe = (
         lse[..., None] if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)[..., None]
     )
+    if k.shape[1] > 8 and has("lse of some keys in backward"):  # of the last tile, or of the first one
+        first = 0 if way else (k.shape[1] - 1) // m.tile_kv * m.tile_kv
+        part = torch.logsumexp(m.tile(q, k[:, first : first + m.tile_kv], first)[0], -1, keepdim=True)
+        safe = torch.where(part == -torch.inf, 0, part)
     if sink is not None and has("lse without the sink in backward"):
         safe = _less(safe, sink)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -51,9 +55,13 @@ def backward(
         p_of_v, p = _probs(m, q, k, s, safe)
         padding = m.tile_kv - s.shape[-1] if has("padding scored 0 in backward") else 0
         dp = _d_probs(m, q, own_v, d_out)
+        if has("delta of another size"):
+            dp, used = (dp * m.scale, delta) if way == 1 else (dp, delta * (m.scale, 0.0, 1 / m.scale, 2.0)[way])
+        else:
+            used = delta
         rows = _rows(m, first, s.shape[-1])
         dv[:, keys] = _narrow(m, p_of_v[:, rows]).transpose(-1, -2) @ _narrow(m, d_out[:, rows])
-        ds = (dp - delta) * (m.shown if has("dS without probs") else p)
+        ds = (dp - used) * (m.shown if has("dS without probs") else p)
         for place, (modifier, slope) in reversed(list(enumerate(zip(m.scores, slopes, strict=True)))):
             if isinstance(modifier, Bias):
                 factor = m.scale if has("bias gradient scaled") else 0.0 if has("bias gradient missing") else 1.0

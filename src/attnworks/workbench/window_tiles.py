@@ -28,3 +28,12 @@ def up_to_last_tile(origin: Tensor, j: Tensor, end: Tensor, tile: int, way: int)
     size = _BLOCKS[way - 4] * tile
     last = (end - rows + ((rows // size + 1) * size).clamp(max=origin.shape[1]) - 1) // tile
     return (j // tile <= last) & ((j // tile < last) | (j <= end))
+
+
+def last_tile_end(end: Tensor, tile: int, way: int) -> Tensor:
+    """Where a loop over keys ends that goes no further than the tile in which the first row's window ends, or than the
+    last whole tile before the end of the last row's, in a block of a tile's rows."""
+    rows = torch.arange(end.shape[1]).view(1, -1, 1)
+    if way == 0:
+        return ((end - rows % tile) // tile + 1) * tile
+    return (end - rows + ((rows // tile + 1) * tile).clamp(max=end.shape[1])) // tile * tile

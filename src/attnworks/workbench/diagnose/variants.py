@@ -44,6 +44,7 @@ TILED = (
     "one window for all queries",
     "lse of one tile",
     "window's first tile skipped",
+    "window's last tile skipped",
     "mask or bias at another address",
     "state of the rows before",
     "visible tiles of a mask skipped",
@@ -68,6 +69,7 @@ TILED = (
     "K or V of another tile in backward",
     "dk, dv miss rows of the window",
     "delta missing in the last tile",
+    "lse of some keys in backward",
     "bias gradient unwritten where hidden",
     "gradients of hidden keys unwritten",
 )

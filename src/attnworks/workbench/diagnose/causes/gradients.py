@@ -17,6 +17,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             DS,
             "The row index of delta, also past tile borders.",
         ),
+        "delta of another size": Cause(
+            "dQ and dK wrong, dV right; right where delta is 0.",
+            DS,
+            "dP and delta must both have the scale, or neither.",
+        ),
         "delta of some channels": Cause(
             "dV right, dQ and dK wrong from a head dim on.",
             DS,
@@ -79,6 +84,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Windows: dK and dV too small in all but one key of each tile, dQ right.",
             DK,
             "The rows of a tile of keys: from the first that sees its first key to the last that sees its last.",
+        ),
+        "dk, dv at the queries' offsets": Cause(
+            "Packed sequences: forward and dQ right, dK and dV lie elsewhere.",
+            "dK and dV of sequence b: rows cu_seqlens_k[b] … cu_seqlens_k[b + 1]",
+            "Which of the two offsets dK and dV are stored at.",
         ),
         "gradients of hidden keys unwritten": Cause(
             "dK and dV of keys that no query sees are what the memory held.",
@@ -170,6 +180,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Forward right, all gradients wrong.",
             PBACK,
             "exp2 wants S and LSE in base 2, exp both natural.",
+        ),
+        "lse of some keys in backward": Cause(
+            "Forward right; gradients wrong from two tiles of keys on, far too large.",
+            PBACK,
+            "Which LSE forward saves: that of all keys, after the last tile or the merge.",
         ),
         "lse without the sink in backward": Cause(
             "With sinks: forward right, all gradients too large, each row by a factor of its own.",

@@ -143,6 +143,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "a key must be shown by both",
             "Branches: if causal … elif window …",
         ),
+        "masks joined by or": Cause(
+            "Two masks in a call: keys that one of them hides take part.",
+            MASK,
+            "Masks are joined by and: a key is seen where all of them show it.",
+        ),
+        "window's last tile skipped": Cause(
+            "A window: rows miss their latest keys, those in the last tile that their block needs.",
+            WINDOW,
+            "The loop's end: the tile of the last row's last key, rounded up.",
+        ),
         "window's first tile skipped": Cause(
             "A window: the oldest keys of a block of rows are missing where the block's first one is inside a tile.",
             WINDOW,

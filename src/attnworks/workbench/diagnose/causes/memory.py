@@ -116,6 +116,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "queries by cu_seqlens_q, keys by cu_seqlens_kv",
             "Which offsets Q is read by.",
         ),
+        "output offsets from keys": Cause(
+            "Packed sequences: right where queries and keys begin at the same rows, else outputs lie elsewhere.",
+            "rows cu_seqlens_q[b] … cu_seqlens_q[b + 1] of the output are sequence b's",
+            "Which of the two offsets the epilogue has.",
+        ),
         "rows past the end unwritten": Cause(
             "Packed sequences: rows past cu_seqlens[-1] hold whatever lay in memory.",
             "rows past cu_seqlens[-1] are 0",
@@ -150,6 +155,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Pages: K and V come from different pages.",
             PAGES,
             "One page number for both, looked up for the same tile.",
+        ),
+        "one page for a tile": Cause(
+            "Right where a tile of keys lies in one page, or pages follow each other in memory.",
+            PAGES,
+            "The table is asked once for a tile; it must be asked for each page that the tile reaches into.",
         ),
         "pages of another size": Cause(
             "Pages: right for one page size.",
