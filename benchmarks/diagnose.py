@@ -140,7 +140,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "new keys not read": ("new keys not appended",),
     "cache scale dropped": ("v_scale dropped", "k_scale dropped"),
-    "delta missing": ("delta missing",),
+    "delta missing": ("delta missing", "delta missing in the last tile"),
     "delta wrong": (
         *("delta of other rows", "delta of some channels", "delta missing", "delta of the accumulator"),
         "delta missing in the last tile",

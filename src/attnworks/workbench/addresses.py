@@ -215,7 +215,7 @@ class Addresses:
             return torch.ones(1, 1)
         if self.has("scales of K and V exchanged") and (self.way == 0 or of_k == (self.way == 1)):
             return other
-        if self.has("cache scale twice") and (self.way == 0 or of_k == (self.way == 1)):
+        if self.has("cache scale twice") and self.way < 3 and (self.way == 0 or of_k == (self.way == 1)):
             return own**2
         if self.has("cache scale divided by") and (self.way == 0 or of_k == (self.way == 1)):
             return 1 / own
@@ -223,6 +223,15 @@ class Addresses:
             by_query = own[torch.arange(heads_q).clamp(max=len(own) - 1)]
             return (own[:1], own.roll(1, 0), own.flip(0), own[-1:], by_query if len(own) > 1 else own)[self.way]
         return own
+
+    def scales(self, name: str, factor: Tensor, keys: int) -> Tensor:
+        """(keys or 1, heads or 1, 1): that scale for each key, once more for each tile of keys behind it where it
+        multiplies the accumulator after every tile."""
+        if name == "k_scale" or not (self.has("cache scale twice") and self.way > 2):
+            return factor
+        tile = (32, 64, 128, 16)[self.way - 3]
+        behind = max(keys - 1, 0) // tile - torch.arange(keys) // tile
+        return factor ** (1 + behind).view(-1, 1, 1)
 
     # ---- sequences, heads and tiles ----------------------------------------------------------------------------------
 

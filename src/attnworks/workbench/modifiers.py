@@ -69,7 +69,7 @@ class Modifiers:
             channels = slice(None, kept_channels(q.shape[-1], self.addresses.way))
             q, k = q[..., channels], k[..., channels]
         if self.dtype.itemsize == 2 and not backward and has("scaled Q rounded"):
-            carried = self.scale * (1.0 if self.addresses.way else math.log2(math.e))
+            carried = self.scale * math.log2(math.e)
             q = (q * carried).to(self.dtype).to(q.dtype) / carried
         s = q @ k.transpose(-1, -2)
         if not has("softcap before scale"):

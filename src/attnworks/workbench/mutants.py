@@ -181,7 +181,8 @@ class Mutant:
                 if scales is not None:
                     factor = self.addresses.scale(name, *scales, q.shape[2])
                     group = max(factor.shape[0] // rows.shape[1], 1)
-                    rows = rows.to(torch.float32).repeat_interleave(group, 1) * factor
+                    rows = rows.to(torch.float32).repeat_interleave(group, 1)
+                    rows = rows * self.addresses.scales(name, factor, rows.shape[0])
                 pair.append(rows.transpose(0, 1))
             most = max(x.shape[0] for x in pair)
             keys, values = (x.repeat_interleave(most // max(x.shape[0], 1), 0) for x in pair)

@@ -39,7 +39,7 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
     if sink is not None and not has("sink ignored"):
         factor = (m.scale, math.log2(math.e), math.log(2), -1.0)[m.addresses.way] if has("sink scaled") else 1.0
         if has("sink rounded"):
-            sink = sink.to((torch.bfloat16, torch.float16)[m.addresses.way]).to(sink.dtype)
+            sink = sink.to(torch.bfloat16).to(sink.dtype)
         logits = (sink * factor).view(-1, 1).expand(rows).to(q.dtype)
         if has("sink counted twice"):
             logits = logits + math.log(len(parts) if m.addresses.way and parts else 2)

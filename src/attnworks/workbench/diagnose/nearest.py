@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnworks.workbench.cases import BooleanRule, Case
-from attnworks.workbench.diagnose.answers import STEADINESS, Known, Table, Totals
+from attnworks.workbench.diagnose.answers import STEADINESS, Known, Table, Totals, gradients_count
 from attnworks.workbench.diagnose.probes import Bench, Observation, Probe, probes
 from attnworks.workbench.diagnose.variants import (
     BACKWARD,
@@ -76,7 +76,7 @@ class Corpus:
     def __init__(self, chosen: Sequence[Probe] | None = None, *, seed: int = 0) -> None:
         self.benches = [Bench(probe) for probe in (probes(seed) if chosen is None else chosen)]
         self.variants = variants()
-        self._tables: dict[int, Table] = {}
+        self._tables: dict[tuple[int, bool], Table] = {}
         self.named: dict[str, Variant] = {}  # of the faults ranked last, the variant that came nearest
         self._known = {bench: Known(bench) for bench in self.benches}
 
@@ -168,7 +168,7 @@ class Corpus:
         """The best tile sizes of the nearest of the faults that have such, by the first probes that tell."""
         short = [place for place in failing if not self.benches[place].long]
         # A fault may show in none of the probes that were chosen for sizes.
-        telling = ([place for place in short if _tells_sizes(self.benches[place])] or short)[:SIZE_PROBES]
+        telling = [place for place in short if _tells_sizes(self.benches[place])][:SIZE_PROBES] or short[:1]
         if not telling:
             return []
         if self.benches[telling[0]].probe.case.form != "dense":
@@ -204,9 +204,10 @@ class Corpus:
                 progress(f"comparing: {bench.probe.name}", done, len(places))
             if not observation.answers:
                 continue
-            if place not in self._tables:
-                self._tables[place] = Table(self._known[bench], self.variants)
-            self._tables[place].compare(observation, chosen, totals)
+            kind = place, gradients_count(observation)
+            if kind not in self._tables:
+                self._tables[kind] = Table(self._known[bench], self.variants, kind[1])
+            self._tables[kind].compare(observation, chosen, totals)
         everywhere = totals.everywhere.mean()
         narrow = NARROWED + (1 - NARROWED) * totals.failing.mean() + ELSEWHERE * everywhere
         part = IN_PART + (1 - IN_PART) * totals.in_part.mean() + ELSEWHERE * everywhere

@@ -227,10 +227,12 @@ class Bench:
         found = answers.gradients if self.probe.case.gradients else answers.forward
         return {name: _truth(standard) for name, standard in found.items()}
 
-    def observe(self, subject: Subject, *, properties: bool = True, wrong_ones: bool = True) -> Observation:
+    def observe(
+        self, subject: Subject, *, properties: bool = True, wrong_ones: bool = True, gradients: bool = True
+    ) -> Observation:
         """Run a subject once, twice where ``properties`` asks whether calls repeat and leave their inputs alone.
         ``wrong_ones``: wrong results are asked for a second time, to see whether they come again; known faults'
-        are not."""
+        are not. ``gradients``: also where the probe has some."""
         inputs = self.probe.case.build(self.probe.poison)
         refused = subject.reasons(inputs)
         if refused:
@@ -238,10 +240,11 @@ class Bench:
         getattr(subject, "seen", []).clear()
         try:
             first, answers = None, None
-            if wrong_ones or not self.probe.case.gradients:
+            gradients = gradients and self.probe.case.gradients
+            if wrong_ones or not gradients:
                 first = run(subject, inputs)
                 answers = self._judged(first)
-            if self.probe.case.gradients and (answers is None or not answers["out"].failed):
+            if gradients and (answers is None or not answers["out"].failed):
                 fresh = properties or first is not None  # inputs that no call may have written into
                 asked = self.probe.case.build(self.probe.poison) if fresh else inputs
                 answers = self._with_gradients(subject, asked) or answers
