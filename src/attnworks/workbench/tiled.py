@@ -68,7 +68,10 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
         total = weights[:-1].sum(0)
     if len(parts) > 1 and (has("a split left out") or has("splits merged by another weight")):
         weights, total = _other_weights(m, lses, tops), torch.ones_like(total)
-        if m.addresses.way == 5:  # accumulators by their maxima, sums as they are
+        if has("a split left out") and m.addresses.way > 3:  # in the LSE as well
+            lse = torch.where(_kept(m.addresses.way, len(lses), len(tops)).view(-1, 1, 1), lses, -torch.inf)
+            lse = torch.logsumexp(lse, 0)
+        elif m.addresses.way == 5:  # accumulators by their maxima, sums as they are
             maxima = torch.stack([*tops, *lses[len(tops) :]])
             highest = torch.where(top == -torch.inf, 0, maxima.amax(0))
             weights, total = torch.exp(lses - highest), torch.exp(lses - maxima).nan_to_num(0).sum(0)
@@ -243,11 +246,7 @@ def _other_weights(m: Modifiers, lses: Tensor, tops: list[Tensor]) -> Tensor:
     """What partial results weigh where one is left out, or where weights are made of something else than their LSE."""
     way = m.addresses.way
     if m.has("a split left out"):
-        keep = torch.ones(len(lses))
-        paired = 1 << (len(tops).bit_length() - 1)  # what a tree of pairs keeps that has no place for an odd one
-        lost = (slice(len(lses) - 1, None), slice(0, 1), slice(1, 2), slice(2, None), slice(paired, len(tops)))
-        keep[lost[way]] = 0
-        lses = torch.where(keep.view(-1, 1, 1) > 0, lses, -torch.inf)
+        lses = torch.where(_kept(way, len(lses), len(tops)).view(-1, 1, 1), lses, -torch.inf)
     elif way == 0:
         lses = torch.stack([*tops, *lses[len(tops) :]])  # by their maxima alone
     elif way > 2:  # one after the other, by an LSE of what was merged that is the first one's or the largest
@@ -255,6 +254,16 @@ def _other_weights(m: Modifiers, lses: Tensor, tops: list[Tensor]) -> Tensor:
     else:
         lses = lses * (math.log2(math.e), math.log(2))[way - 1]  # exp of what is in base 2, or the other way round
     return torch.softmax(lses, 0).nan_to_num(0)
+
+
+def _kept(way: int, count: int, splits: int) -> Tensor:
+    """Which of ``count`` partial results, the first ``splits`` of them of keys, are not left out."""
+    keep = torch.ones(count, dtype=torch.bool)
+    paired = 1 << max(splits.bit_length() - 1, 0)  # what a tree of pairs keeps that has no place for an odd one
+    last = slice(splits - 1, splits)
+    lost = (slice(count - 1, None), slice(0, 1), slice(1, 2), slice(2, None), slice(paired, splits), last)
+    keep[lost[way]] = False
+    return keep
 
 
 def _in_turn(lses: Tensor, largest: bool) -> Tensor:

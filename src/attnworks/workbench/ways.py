@@ -93,7 +93,7 @@ WAYS = {
     "K of another tile": 1,
     "Q of another place": 5,
     "splits merged by another weight": 5,
-    "a split left out": 4,
+    "a split left out": 5,
     "scale of a constant head_dim": 1,
     "packed rows in the mask": 3,
     "numbered within their tile": 5,

@@ -45,6 +45,8 @@ TILE_PROBES = (
 # some elements), and what its distance over all weighs then: of two that explain the same, the one that says less about
 # other calls comes first.
 NARROWED, IN_PART, ELSEWHERE = 0.3, 0.35, 0.05
+# What it is at least where such a fault gives the very numbers: nearer than another one that comes near everywhere.
+EXACT = 0.15
 SAME = 0.02  # distances that differ by less are alike
 FIRST_PROBES, HOPEFUL, FINALISTS, BEST_WAYS = 4, 150, 18, 2
 SIZE_PROBES, COARSE_FINALISTS, SIZED_FINALISTS, BEST_SIZES = 2, 10, 6, 2
@@ -209,11 +211,15 @@ class Corpus:
                 self._tables[kind] = Table(self._known[bench], self.variants, kind[1])
             self._tables[kind].compare(observation, chosen, totals)
         everywhere = totals.everywhere.mean()
-        narrow = NARROWED + (1 - NARROWED) * totals.failing.mean() + ELSEWHERE * everywhere
-        part = IN_PART + (1 - IN_PART) * totals.in_part.mean() + ELSEWHERE * everywhere
-        conditional = torch.minimum(narrow, part)
+        narrow, part = _conditional(totals.failing.mean(), NARROWED), _conditional(totals.in_part.mean(), IN_PART)
+        conditional = torch.minimum(narrow, part) + ELSEWHERE * everywhere
         nearest = torch.minimum(everywhere, conditional)
         return torch.stack((nearest, totals.alike, totals.wrong, totals.left, (conditional < everywhere).float())).T
+
+
+def _conditional(distances: Tensor, least: float) -> Tensor:
+    """Distances where the subject is wrong, as those of a fault under a condition."""
+    return torch.where(distances < SAME, EXACT + distances, least + (1 - least) * distances)
 
 
 def _tells_sizes(bench: Bench) -> bool:
