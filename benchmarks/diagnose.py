@@ -231,7 +231,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "LSE cotangent's sign": ("lse cotangent of the wrong sign",),
     "backward with another tile's keys": ("K or V of another tile in backward",),
     "gradients not written": (
-        *("gradients without queries unwritten", "gradients of hidden keys unwritten"),
+        *("gradients without queries unwritten", "gradients of what is hidden unwritten"),
         "bias gradient unwritten where hidden",
     ),
     "cache read in another format": ("8-bit cache in another format",),

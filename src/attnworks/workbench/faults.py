@@ -266,7 +266,7 @@ FAULTS = {
     "dk, dv begin at the key's number": "causal bottom-right: 40 on 100",
     "dk, dv miss rows of the window": "window 7, 5: 100 on 100",
     "dk, dv at the queries' offsets": "varlen unequal, causal, fp32",
-    "gradients of hidden keys unwritten": "causal top-left: 40 on 100",
+    "gradients of what is hidden unwritten": "causal top-left: 40 on 100",
     "gradients without queries unwritten": "varlen with empty",
     "dq overwritten by each tile": "size: 97",
     "last tile missing in dq": "size: 97",

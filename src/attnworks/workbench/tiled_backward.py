@@ -81,9 +81,11 @@ def backward(
         if has("backward in 16 bits") and way in (6, 7):  # where it is summed up
             dq = dq.to(torch.bfloat16 if way == 6 else torch.float16).to(dq.dtype)
         dk[:, keys] = ds[:, rows].transpose(-1, -2) @ q[:, rows] * _scale(m, "dk")
-        if m.masks and has("gradients of hidden keys unwritten") and not bool(m.shown.any()):
-            for grad in ((dk, dv), (dk,), (dv,))[way]:
+        if m.masks and has("gradients of what is hidden unwritten") and not bool(m.shown.any()):
+            for grad in ((dk, dv), (dk,), (dv,), ())[way]:
                 grad[:, keys] = torch.nan
+    if m.masks and way == 3 and has("gradients of what is hidden unwritten"):  # of rows without keys
+        dq = dq.masked_fill((lse == -torch.inf)[..., None], torch.nan)
     d_sink = None
     if sink is not None:
         shares = torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]

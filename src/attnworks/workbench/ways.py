@@ -176,7 +176,7 @@ WAYS = {
     "new keys for new values": 2,
     "delta missing in the last tile": 1,
     "heads mapped otherwise in backward": 1,
-    "gradients of hidden keys unwritten": 2,
+    "gradients of what is hidden unwritten": 3,
     "one page for a tile": 7,
     "delta of another size": 3,
     "lse of some keys in backward": 1,

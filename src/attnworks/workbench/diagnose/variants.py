@@ -71,7 +71,7 @@ TILED = (
     "delta missing in the last tile",
     "lse of some keys in backward",
     "bias gradient unwritten where hidden",
-    "gradients of hidden keys unwritten",
+    "gradients of what is hidden unwritten",
 )
 # Those among them that leave the output right.
 BACKWARD = TILED[TILED.index("dq overwritten by each tile") :]
@@ -129,7 +129,7 @@ UNWRITTEN = (
     "sequences left out in backward",
     "heads left out in backward",
     "gradients without queries unwritten",
-    "gradients of hidden keys unwritten",
+    "gradients of what is hidden unwritten",
     "bias gradient unwritten where hidden",
 )
 # Faults that show in what a second call returns or in what the first one left behind.

@@ -90,10 +90,10 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "dK and dV of sequence b: rows cu_seqlens_k[b] … cu_seqlens_k[b + 1]",
             "Which of the two offsets dK and dV are stored at.",
         ),
-        "gradients of hidden keys unwritten": Cause(
-            "dK and dV of keys that no query sees are what the memory held.",
-            "a key that no row sees: dK = dV = 0",
-            "Tiles of keys that are skipped must still be stored, or the buffers be cleared.",
+        "gradients of what is hidden unwritten": Cause(
+            "dK and dV of keys that no query sees, or dQ of rows that see no key, are what the memory held.",
+            "a key that no row sees: dK = dV = 0; a row that sees no key: dQ = 0",
+            "Tiles that are skipped must still be stored, or the buffers be cleared.",
         ),
         "gradients without queries unwritten": Cause(
             "Packed sequences, some without queries: dK and dV of their keys hold what the memory held.",
