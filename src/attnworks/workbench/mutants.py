@@ -161,13 +161,7 @@ class Mutant:
         capacity = k_cache.shape[1] if page_table is None else page_table.shape[1] * size
         new_keys = 0 if k_new is None else k_new.shape[1]
         lens, counted = self.addresses.cached(kv_lens.tolist(), capacity, size, q.shape[1], new_keys)
-        if (
-            k_new is not None
-            and v_new is not None
-            and k_new.shape == v_new.shape
-            and self.has("new keys for new values")
-        ):
-            k_new, v_new = ((k_new, k_new), (v_new, v_new), (v_new, k_new))[self.way]
+        k_new, v_new = self._exchanged(k_new, v_new)
         scales = None if k_scale is None or v_scale is None else (k_scale, v_scale)
         parts = []
         for b, length in enumerate(lens):
@@ -204,6 +198,13 @@ class Mutant:
             if self.addresses.splits_meet(limit, capacity):
                 outs[b], lses[b] = outs[b] * torch.nan, lses[b] * torch.nan
         return torch.stack(outs).transpose(1, 2), torch.stack(lses)
+
+    def _exchanged(self, k_new: Tensor | None, v_new: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """New keys and values as they are stored."""
+        alike = k_new is not None and v_new is not None and k_new.shape == v_new.shape
+        if alike and self.has("new keys for new values"):
+            return ((k_new, k_new), (v_new, v_new), (v_new, k_new))[self.way]
+        return k_new, v_new
 
     def _appended(
         self, cache: Tensor, page_table: Tensor | None, b: int, length: int, new: Tensor | None, which: str

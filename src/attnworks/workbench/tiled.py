@@ -37,12 +37,7 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
     parts = [_split(m, q, k[:, a:b], v[:, a:b], a) for a, b in spans]
     tops = m.tops
     if sink is not None and not has("sink ignored"):
-        factor = (m.scale, math.log2(math.e), math.log(2), -1.0)[m.addresses.way] if has("sink scaled") else 1.0
-        if has("sink rounded"):
-            sink = sink.to(torch.bfloat16).to(sink.dtype)
-        logits = (sink * factor).view(-1, 1).expand(rows).to(q.dtype)
-        if has("sink counted twice"):
-            logits = logits + math.log(len(parts) if m.addresses.way and parts else 2)
+        logits = _sink_logits(m, sink, len(parts)).expand(rows).to(q.dtype)
         if not has("sink outside the maximum"):
             held = v[:, :1].expand(*rows, -1) if v.shape[1] and has("sink has a value") else q.new_zeros(1)
             parts.append((held.expand(*rows, v.shape[-1]), logits))
@@ -93,6 +88,18 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
     out = sum((w[..., None] * part[0] for w, part in zip(weights, parts, strict=True)), q.new_zeros(()))
     empty = total if has("empty rows give NaN") else torch.where(total == 0, 1, total)
     return out / empty[..., None], lse
+
+
+def _sink_logits(m: Modifiers, sink: Tensor, splits: int) -> Tensor:
+    """(heads, 1)."""
+    has = m.has
+    factor = (m.scale, math.log2(math.e), math.log(2), -1.0)[m.addresses.way] if has("sink scaled") else 1.0
+    if has("sink rounded"):
+        sink = sink.to(torch.bfloat16).to(sink.dtype)
+    logits = (sink * factor).view(-1, 1)
+    if has("sink counted twice"):
+        logits = logits + math.log(splits if m.addresses.way and splits else 2)
+    return logits
 
 
 def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:

@@ -30,20 +30,9 @@ def backward(
     if d_out.numel() and has("dO of another place"):
         d_out = _other_d_out(way, d_out)
     delta = _delta(m, out, lse, d_out, d_lse)
-    if m.seq_q > 8 and has("delta missing in the last tile"):  # of one that is not whole, or in all but the first
-        kept = m.tile_kv if way else m.seq_q // m.tile_kv * m.tile_kv
-        delta = delta * (torch.arange(m.seq_q).view(-1, 1) < kept)
     if has("delta of the accumulator"):  # as it is before it is divided by the sum
         delta = delta * torch.exp(lse[..., None] - top_scores(m, q, k)).nan_to_num(0)
-    safe = (
-        lse[..., None] if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)[..., None]
-    )
-    if k.shape[1] > 8 and has("lse of some keys in backward"):  # of the last tile, or of the first one
-        first = 0 if way else (k.shape[1] - 1) // m.tile_kv * m.tile_kv
-        part = torch.logsumexp(m.tile(q, k[:, first : first + m.tile_kv], first)[0], -1, keepdim=True)
-        safe = torch.where(part == -torch.inf, 0, part)
-    if sink is not None and has("lse without the sink in backward"):
-        safe = _less(safe, sink)
+    safe = _saved_lse(m, q, k, sink, lse)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_biases = {place: torch.zeros_like(bias, dtype=q.dtype) for place, bias in m.biases.items()}
     if way and has("heads mapped otherwise in backward"):
@@ -55,7 +44,7 @@ def backward(
         p_of_v, p = _probs(m, q, k, s, safe)
         padding = m.tile_kv - s.shape[-1] if has("padding scored 0 in backward") else 0
         dp = _d_probs(m, q, own_v, d_out)
-        if has("delta of another size"):
+        if has("delta of another size"):  # or dP
             dp, used = (dp * m.scale, delta) if way == 1 else (dp, delta * (m.scale, 0.0, 1 / m.scale, 2.0)[way])
         else:
             used = delta
@@ -64,11 +53,7 @@ def backward(
         ds = (dp - used) * (m.shown if has("dS without probs") else p)
         for place, (modifier, slope) in reversed(list(enumerate(zip(m.scores, slopes, strict=True)))):
             if isinstance(modifier, Bias):
-                factor = m.scale if has("bias gradient scaled") else 0.0 if has("bias gradient missing") else 1.0
-                d_biases[place][..., keys] = ds * factor
-                if m.masks and has("bias gradient unwritten where hidden"):
-                    hidden = ~seen_in_blocks(m.shown, m.tile_kv)
-                    d_biases[place][..., keys] = (ds * factor).masked_fill(hidden, torch.nan)
+                d_biases[place][..., keys] = _d_bias(m, ds)
             elif slope is not None:
                 ds = ds * slope
         ds = ds.to(torch.float8_e4m3fn).to(ds.dtype) if has("dS in fp8") else _narrow(m, ds, way=2)
@@ -86,17 +71,42 @@ def backward(
                 grad[:, keys] = torch.nan
     if m.masks and way == 3 and has("gradients of what is hidden unwritten"):  # of rows without keys
         dq = dq.masked_fill((lse == -torch.inf)[..., None], torch.nan)
-    d_sink = None
-    if sink is not None:
-        shares = torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]
-        d_sink = -shares.sum(-1)
-        if m.seq_q and has("sink gradient not summed"):
-            d_sink = d_sink * (m.sequence == 0) if way == 2 else -shares[:, 0 if way else -1]
-        if has("sink gradient missing"):
-            d_sink = -d_sink if way else torch.zeros_like(d_sink)
+    d_sink = None if sink is None else _d_sink(m, sink, safe, delta)
     if any(d.numel() for d in d_biases.values()) and has("bias gradient in another place"):
         d_biases = {place: d.roll(1, 1) if way else d.flip(0) for place, d in d_biases.items()}
     return *_stored(m, dq, dk, dv), [d_biases[place] for place in m.biases], d_sink
+
+
+def _saved_lse(m: Modifiers, q: Tensor, k: Tensor, sink: Tensor | None, lse: Tensor) -> Tensor:
+    """(heads, rows, 1): the LSE that P is recomputed from, 0 of empty rows."""
+    has = m.has
+    safe = lse if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)
+    if k.shape[1] > 8 and has("lse of some keys in backward"):  # of the last tile, or of the first one
+        first = 0 if m.addresses.way else (k.shape[1] - 1) // m.tile_kv * m.tile_kv
+        part = torch.logsumexp(m.tile(q, k[:, first : first + m.tile_kv], first)[0], -1)
+        safe = torch.where(part == -torch.inf, 0, part)
+    if sink is not None and has("lse without the sink in backward"):
+        return _less(safe[..., None], sink)
+    return safe[..., None]
+
+
+def _d_bias(m: Modifiers, ds: Tensor) -> Tensor:
+    """A bias's gradient for a tile of keys."""
+    factor = m.scale if m.has("bias gradient scaled") else 0.0 if m.has("bias gradient missing") else 1.0
+    if m.masks and m.has("bias gradient unwritten where hidden"):
+        return (ds * factor).masked_fill(~seen_in_blocks(m.shown, m.tile_kv), torch.nan)
+    return ds * factor
+
+
+def _d_sink(m: Modifiers, sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    way = m.addresses.way
+    shares = torch.exp(sink.view(-1, 1) - lse[..., 0]) * delta[..., 0]
+    d_sink = -shares.sum(-1)
+    if m.seq_q and m.has("sink gradient not summed"):
+        d_sink = d_sink * (m.sequence == 0) if way == 2 else -shares[:, 0 if way else -1]
+    if m.has("sink gradient missing"):
+        d_sink = -d_sink if way else torch.zeros_like(d_sink)
+    return d_sink
 
 
 def _delta(m: Modifiers, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Tensor:
@@ -110,6 +120,9 @@ def _delta(m: Modifiers, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor)
     delta = delta - seen * (0 if has("lse cotangent ignored") else -1 if has("lse cotangent of the wrong sign") else 1)
     if has("delta missing"):
         return torch.zeros_like(delta)
+    if m.seq_q > 8 and has("delta missing in the last tile"):  # of one that is not whole, or in all but the first
+        kept = m.tile_kv if way else m.seq_q // m.tile_kv * m.tile_kv
+        return delta * (torch.arange(m.seq_q).view(-1, 1) < kept)
     if has("backward in 16 bits") and way in (4, 5):
         return delta.to(torch.bfloat16 if way == 4 else torch.float16).to(delta.dtype)
     if has("delta of the wrong sign"):
