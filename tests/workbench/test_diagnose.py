@@ -16,11 +16,12 @@ from attnworks.workbench.diagnose import BY_CHECK, diagnose, symptoms
 from attnworks.workbench.diagnose.answers import FAR
 from attnworks.workbench.diagnose.causes import CAUSES
 from attnworks.workbench.diagnose.explain import explain
-from attnworks.workbench.diagnose.nearest import Corpus
+from attnworks.workbench.diagnose.nearest import EXACT, Corpus, _conditional
 from attnworks.workbench.diagnose.patterns import _about_weights, in_weights, on_which, tile_size, weights
 from attnworks.workbench.diagnose.probes import Bench, Probe, probes
 from attnworks.workbench.diagnose.reading import numbers
 from attnworks.workbench.diagnose.script import standalone
+from attnworks.workbench.diagnose.second_look import second_look
 from attnworks.workbench.diagnose.shrink import shrink
 from attnworks.workbench.diagnose.variants import SPLIT, TILED, WRITTEN
 from attnworks.workbench.faults import FAULTS
@@ -161,6 +162,36 @@ def test_a_fault_on_one_path_of_several_is_named_with_reserve(packed: Corpus) ->
     assert (found.candidates[0].fault, found.candidates[0].narrowed) == ("scale twice", True)
     assert found.certainty == "likely" and found.patterns[0] == "fails exactly with a causal mask"
     assert any("only the failing calls, rows or heads take" in line for _, lines in explain(found) for line in lines)
+
+
+class _OfThreeHeads(_Packed):
+    """Has its fault in caches with groups of 3 heads only."""
+
+    def __call__(self, inputs, **options):  # type: ignore[no-untyped-def]
+        fault, self.fault = self.fault, self.fault if inputs.case.heads_q == 3 * inputs.case.heads_kv else ""
+        try:
+            return super().__call__(inputs, **options)
+        finally:
+            self.fault = fault
+
+
+def test_what_no_probe_shows_is_looked_for_a_second_time() -> None:
+    found = diagnose(_OfThreeHeads("heads left out", way=4), corpus=Corpus([_probe("pages of 16")]))
+    assert found.failing and all("6 heads" in name for name in found.failing)
+    assert found.candidates[0].fault == "heads left out"
+    assert second_look(Mutant(), 0) == []
+
+
+@pytest.mark.long
+def test_sizes_are_tried_where_no_probe_for_sizes_fails() -> None:
+    corpus = Corpus([_probe("alibi"), _probe("alibi, not causal"), _probe("causal")])
+    found = corpus.rank(corpus.observe(Mutant("numbered within their tile", tile_kv=24, way=2)))
+    assert (found[0].fault, found[0].tile, round(found[0].distance, 2)) == ("numbered within their tile", 24, 0)
+
+
+def test_what_comes_near_everywhere_yields_to_the_very_numbers_in_some_calls() -> None:
+    same, near, far = _conditional(torch.tensor([0.0, 0.1, 1.0]), 0.3).tolist()
+    assert same == pytest.approx(EXACT) and 0.3 < near < 0.4 and far == pytest.approx(1.0)
 
 
 class _InPart(Mutant):

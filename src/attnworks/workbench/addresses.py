@@ -38,7 +38,7 @@ class Addresses:
                 slice(s.start, min(s.start + self._rounded(n), ends_kv[-1])) for n, s in zip(lengths, own, strict=True)
             ]
         counted = [len(range(*s.indices(ends_kv[-1]))) for s in read]
-        if (self.has("sequences not apart") and self.way in (1, 4, 5, *range(7, 11))) or self.has("tail keys unmasked"):
+        if (self.has("sequences not apart") and self.way in (1, 4, 5, *range(7, 13))) or self.has("tail keys unmasked"):
             counted = lengths  # they begin with a sequence's own keys, and masks know how many these are
         if self.way < 4 and self.has("causal from other lengths"):
             counted = self._of_others(ends_q, ends_kv)
@@ -90,8 +90,13 @@ class Addresses:
             return [slice(s, s + b - a) for s, (a, b) in zip(starts, pairwise(ends_q), strict=True)], counted
         if not (self.has("sequences not apart") and self.way > 6):
             return [slice(a, b) for a, b in pairwise(ends_q)], counted
-        tile, last = (16, 32, 64, 128)[self.way - 7], ends_q[-1]  # a tile of rows is its first row's sequence's
-        edges = [min(-(-end // tile) * tile, last) for end in ends_q]
+        last = ends_q[-1]
+        if self.way > 10:  # the row at a border is taken for one of the sequence before, or of the one behind
+            step = (1, -1)[self.way - 11]
+            edges = [0, *(min(max(end + step, 0), last) for end in ends_q[1:-1]), last]
+        else:
+            tile = (16, 32, 64, 128)[self.way - 7]  # a tile of rows is its first row's sequence's
+            edges = [min(-(-end // tile) * tile, last) for end in ends_q]
         shifts = [n - (b - a) - a for n, (a, b) in zip(counted, pairwise(ends_q), strict=True)]
         return [slice(a, b) for a, b in pairwise(edges)], [
             b + shift for shift, (_, b) in zip(shifts, pairwise(edges), strict=True)
@@ -135,10 +140,15 @@ class Addresses:
         return read, counted
 
     def slots(self, table: Tensor, b: int, length: int, size: int, pages: int) -> Tensor | None:
-        """Where a sequence's keys lie among all slots if pages are taken to be of another size, else None."""
+        """Where a sequence's keys lie among all slots if they are not found page by page, else None."""
+        j = torch.arange(length)
+        if length > size and self.has("one page for a tile"):
+            tile = (32, 64, 128, 16)[self.way % 4]
+            first = j // tile * tile  # whose page is looked up; on in memory, or from that page's beginning again
+            start = table[b].remainder(pages)[first // size] * size
+            return (start + (j % size if self.way > 3 else first % size + j - first)) % (size * pages)
         if not self.has("pages of another size"):
             return None
-        j = torch.arange(length)
         if self.way == 5:  # the table is taken to name a page for each key
             return table[b].remainder(pages)[j.clamp(max=table.shape[1] - 1)] * size + j % size
         taken = (16, 64, 256, 2 * size, max(size // 2, 1))[self.way]
@@ -150,7 +160,10 @@ class Addresses:
         found: list[int] = table[b, :count].remainder(pages).tolist()
         if not count:
             return found
-        if self.has("pages of K and V differ") and (which == "k") == (self.way > 2):
+        if self.has("pages of K and V differ") and self.way > 5:  # the page after, or before, in the sequence
+            if which == ("k" if self.way == 7 else "v"):
+                return found[:1] + found[:-1] if self.way == 8 else found[1:] + found[-1:]
+        elif self.has("pages of K and V differ") and (which == "k") == (self.way > 2):
             following = table[(b + 1) % table.shape[0], :count].remainder(pages).tolist()
             return (following, [(found[0] + n) % pages for n in range(count)], [found[0]] * count)[self.way % 3]
         if self.has("pages in order"):
@@ -189,6 +202,9 @@ class Addresses:
         """Where new key ``n`` goes."""
         if self.way == 4 and page_size:  # all into the page of the first one, from its beginning again
             return length // page_size * page_size + (length + n) % page_size
+        if self.way == 5:  # none beyond the page of the first one
+            beyond = page_size and (length + n) // page_size != length // page_size
+            return -1 if beyond else length + n
         return (max(length - 1, 0), length + 1, 0, length // 16 * 16, length)[self.way] + n
 
     def scale(self, name: str, k_scale: Tensor, v_scale: Tensor, heads_q: int) -> Tensor:
@@ -199,7 +215,7 @@ class Addresses:
             return torch.ones(1, 1)
         if self.has("scales of K and V exchanged") and (self.way == 0 or of_k == (self.way == 1)):
             return other
-        if self.has("cache scale twice") and (self.way == 0 or of_k == (self.way == 1)):
+        if self.has("cache scale twice") and self.way < 3 and (self.way == 0 or of_k == (self.way == 1)):
             return own**2
         if self.has("cache scale divided by") and (self.way == 0 or of_k == (self.way == 1)):
             return 1 / own
@@ -207,6 +223,15 @@ class Addresses:
             by_query = own[torch.arange(heads_q).clamp(max=len(own) - 1)]
             return (own[:1], own.roll(1, 0), own.flip(0), own[-1:], by_query if len(own) > 1 else own)[self.way]
         return own
+
+    def scales(self, name: str, factor: Tensor, keys: int) -> Tensor:
+        """(keys or 1, heads or 1, 1): that scale for each key, once more for each tile of keys behind it where it
+        multiplies the accumulator after every tile."""
+        if name == "k_scale" or not (self.has("cache scale twice") and self.way > 2):
+            return factor
+        tile = (32, 64, 128, 16)[self.way - 3]
+        behind = max(keys - 1, 0) // tile - torch.arange(keys) // tile
+        return factor ** (1 + behind).view(-1, 1, 1)
 
     # ---- sequences, heads and tiles ----------------------------------------------------------------------------------
 

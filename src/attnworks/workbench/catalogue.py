@@ -164,6 +164,8 @@ def _score_cases() -> list[Case]:
     found.append(Case("alibi, top-left mask", "its own origin", **fields, scores=(AlibiRule(),), mask=top_left))
     for form in ("bhqk", "1hqk", "b1qk", "11qk", "b11k", "1h1k", "qk", "1"):
         found.append(Case(f"bias {form}", "every broadcast", **fields, scores=(BiasRule(form),)))
+    square: dict[str, Any] = {**fields, "seq_q": 90, "mask": CAUSAL}
+    found.append(Case("bias b1qk, causal", "tiles that are skipped", **square, scores=(BiasRule("b1qk"),)))
     found.append(Case("bias that hides", "-inf hides", **fields, scores=(BiasRule("bhqk", hide=True),)))
     found.append(Case("bias then softcap", "left to right", **fields, scores=(BiasRule("1hqk"), Softcap(2.0))))
     found.append(Case("softcap then bias", "left to right", **fields, scores=(Softcap(2.0), BiasRule("1hqk"))))
@@ -335,7 +337,7 @@ _QUICK_PATTERNS = (
     "boolean mask b1qk",
     "softcap*",
     "alibi*",
-    "bias b1qk",
+    "bias b1qk*",
     "bias that hides",
     "scale -0.7",
     "bias then softcap",

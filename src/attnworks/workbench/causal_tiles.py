@@ -26,8 +26,8 @@ def by_tile(origin: Tensor, j: Tensor, tile: int, way: int, together: int) -> Te
 
 def loop_end(origin: Tensor, tile: int, way: int) -> Tensor:
     """Where a causal loop over keys ends for each row that ends too early: at the tile that holds the diagonal; at
-    the last whole tile before a block's end; a tile later for each block of rows twice as long; or where it would
-    with as many keys as queries."""
+    the last whole tile before a block's end; a tile later for each block of rows twice as long; where it would with as
+    many keys as queries; or where the first row of a block of one, two, three or four tiles needs no more."""
     rows = torch.arange(origin.shape[1]).view(1, -1, 1)
     if way == 0:
         return torch.where(origin < tile, tile, origin // tile * tile)
@@ -36,4 +36,7 @@ def loop_end(origin: Tensor, tile: int, way: int) -> Tensor:
         return (origin - rows + block.clamp(max=origin.shape[1])) // tile * tile
     if way == 2:
         return (rows // (2 * tile) + 1) * tile
-    return (rows // tile + 1) * tile
+    if way == 3:
+        return (rows // tile + 1) * tile
+    first = origin - rows % ((way - 3) * tile)
+    return (first // tile + 1) * tile

@@ -19,6 +19,13 @@ def without_skipped(shown: Tensor, tile: int, way: int) -> Tensor:
     return shown & asked
 
 
+def seen_in_blocks(shown: Tensor, tile: int) -> Tensor:
+    """(heads, rows, 1): whether any row of a row's block sees any key of this tile."""
+    blocks = torch.arange(shown.shape[1]) // tile
+    seen = torch.zeros(shown.shape[0], shown.shape[1], dtype=torch.int32)
+    return (seen.index_add(1, blocks, shown.any(-1).int()) > 0)[:, blocks, None]
+
+
 def mirrored(whole: Tensor, bits: int) -> Tensor:
     """A boolean mask whose keys come in reverse in every ``bits``, as bits do that are read from the other end; what
     is added to fill the last word hides."""

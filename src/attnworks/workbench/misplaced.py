@@ -45,13 +45,13 @@ class Misplaced:
             parts = self._mixed(parts)
         return parts
 
-    def results(self, pairs: list[Result]) -> list[Result]:
+    def results(self, pairs: list[Result], heads_kv: int) -> list[Result]:
         """out and LSE of each sequence as a kernel with a fault leaves them."""
         if any(out.shape[0] > 1 for out, _ in pairs):
-            if self.has("layouts confused") and self.way >= 8:
+            if self.has("layouts confused") and self.way in (8, 9):
                 pairs = [(_relaid(out, self.way % 2), lse) for out, lse in pairs]
             if self.has("heads left out"):
-                pairs = [(self._without_heads(out), self._without_heads(lse)) for out, lse in pairs]
+                pairs = [tuple(self._without_heads(x, heads_kv) for x in pair) for pair in pairs]  # type: ignore[misc]
         if any(bool((lse == -torch.inf).any()) for _, lse in pairs) and self.has("empty rows hold other rows"):
             pairs = [(self._kept(pairs, n), lse) for n, (_, lse) in enumerate(pairs)]
         if any(out.shape[1] > 1 for out, _ in pairs) and self.has("rows of the output exchanged"):
@@ -77,6 +77,16 @@ class Misplaced:
                 later[:, :taken] = out[:, -1:] if self.way else 0
                 more -= taken
         return left
+
+    @staticmethod
+    def at_offsets(outs: list[Tensor], starts: Sequence[int]) -> list[Tensor]:
+        """Outputs of packed sequences, (heads, rows, dim), stored from other offsets on; the rest is 0."""
+        sizes = [out.shape[1] for out in outs]
+        whole = torch.zeros(outs[0].shape[0], sum(sizes), outs[0].shape[2], dtype=outs[0].dtype)
+        for out, start in zip(outs, starts, strict=False):
+            taken = max(min(out.shape[1], whole.shape[1] - start), 0)
+            whole[:, start : start + taken] = out[:, :taken]
+        return list(torch.split(whole, sizes, 1))
 
     def _kept(self, pairs: Sequence[Result], n: int) -> Tensor:
         """Rows without keys as what was computed before left them: the sequence before, or the last row with keys."""
@@ -121,9 +131,13 @@ class Misplaced:
         rows = torch.arange(q.shape[1])
         return q[:, rows % self.tile]  # every tile of rows has the first one's
 
-    def _without_heads(self, x: Tensor) -> Tensor:
+    def _without_heads(self, x: Tensor, heads_kv: int) -> Tensor:
         heads, kept = x.shape[0], x.clone()
-        missing = (slice(heads - 1, None), slice(0, 1), slice(heads // 2, None), slice(1, None))[self.way]
+        group = max(heads // max(heads_kv, 1), 1)
+        of_group = torch.arange(heads) % group
+        missing = (slice(heads - 1, None), slice(0, 1), slice(heads // 2, None), slice(1, None),
+                   (of_group >= group // 2 * 2) & (group > 1),  # pairs of a group's heads share a block
+                   of_group == group - 1)[self.way]  # fmt: skip
         kept[missing] = 0
         return kept
 

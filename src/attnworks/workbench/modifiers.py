@@ -18,7 +18,9 @@ from attnworks.masks import AllOf, Causal, Window
 from attnworks.scores import ALiBi, Bias, Sink, Softcap
 from attnworks.workbench.addresses import Addresses, next_sequence, of_heads_first
 from attnworks.workbench.causal_tiles import by_tile, loop_end
-from attnworks.workbench.mask_tiles import mirrored, without_skipped
+from attnworks.workbench.mask_tiles import mirrored, seen_in_blocks, without_skipped
+from attnworks.workbench.numbering import numbers
+from attnworks.workbench.window_tiles import from_first_tile, last_tile_end, up_to_last_tile
 from attnworks.workbench.windows import ends
 
 TILE = 32
@@ -49,6 +51,8 @@ class Modifiers:
     value: float = 1.0  # the number in a fault that has one
     tops: list[Tensor] = field(default_factory=list)  # the maxima of the partial results, in their order
     longest: int = 0  # keys of the longest sequence of the batch
+    first_rows: int = 0  # queries of the first one
+    packed_apart: int = 0  # how much further on queries begin in their pack than keys in theirs
     shown: Tensor = field(default_factory=lambda: torch.empty(0))  # what the masks let through of the last tile
     unmasked: Tensor = field(default_factory=lambda: torch.empty(0))  # its scores before they were hidden
 
@@ -57,17 +61,16 @@ class Modifiers:
         has = self.has
         i = torch.arange(self.seq_q).view(1, -1, 1)
         j = torch.arange(first, first + k.shape[1]).view(1, 1, -1)
-        seen_as = j  # the keys' numbers where scores are modified
-        if (
-            (first > 0 or self.seq_q > self.tile_kv)
-            and (self.masks or self.scores)
-            and has("numbered within their tile")
-        ):
-            i, seen_as = (i % self.tile_kv, j) if self.addresses.way else (i, j - first)
+        of_masks = of_scores = i, j
+        if k.shape[1] and (self.masks or self.scores):
+            of_masks, of_scores = numbers(has, self.addresses.way, self.tile_kv, i, j, self.seq_q)
         plain = backward and has("scores plain in backward")
         if self.leaves_out(q.shape[-1]) and self.addresses.way < 4:
             channels = slice(None, kept_channels(q.shape[-1], self.addresses.way))
             q, k = q[..., channels], k[..., channels]
+        if self.dtype.itemsize == 2 and not backward and has("scaled Q rounded"):
+            carried = self.scale * math.log2(math.e)
+            q = (q * carried).to(self.dtype).to(q.dtype) / carried
         s = q @ k.transpose(-1, -2)
         if not has("softcap before scale"):
             s = s * self.recomputed_scale(backward)
@@ -88,14 +91,14 @@ class Modifiers:
         again = has("tail keys unmasked") and self.addresses.way == 4
         if again or has("a key counted twice") or has("tile borders counted twice"):
             s = torch.where(self._twice(j), s + math.log(2), s)
-        shown = self.shown = self._shown(i, j, backward, seen_as)
+        shown = self.shown = self._shown(of_masks[0], j, backward, of_masks[1])
         if has("masked after softmax") and not backward:
             shown = (j < self.limit).expand_as(shown)
         if has("softcap after mask"):
             s = torch.where(shown, s, -torch.inf)
         slopes: list[Tensor | None] = []
         for place, modifier in enumerate(self.scores):
-            s, slope = (s, None) if plain else self._modify(modifier, place, s, i, j, seen_as)
+            s, slope = (s, None) if plain else self._modify(modifier, place, s, of_scores[0], j, of_scores[1])
             slopes.append(slope)
         if any(isinstance(mask, Tensor) for mask in self.masks) and has("boolean mask added as numbers"):
             s = sum((self._own(mask, j).to(s.dtype) for mask in self.masks if isinstance(mask, Tensor)), s)
@@ -105,6 +108,8 @@ class Modifiers:
         self.unmasked = s
         if not has("softcap after mask"):
             s = torch.where(shown, s, hidden)
+        if self.addresses.way and has("empty rows give the mean"):  # of the tiles that its block of rows goes through
+            s = torch.where(seen_in_blocks(shown, self.tile_kv), s, -torch.inf)
         return s, slopes
 
     dtype: torch.dtype = torch.float32
@@ -115,6 +120,8 @@ class Modifiers:
 
     def recomputed_scale(self, backward: bool) -> float:
         """The scale, but for backward if that takes its own."""
+        if backward and self.has("scores scaled otherwise in backward"):
+            return (1.0, self.scale**2, self.scale * math.log2(math.e), self.scale * math.log(2))[self.addresses.way]
         ignored = backward and self.has("scale argument ignored in backward") and not self.addresses.way
         return self.default_scale if ignored else self.scale
 
@@ -167,7 +174,7 @@ class Modifiers:
                 slopes = self._other_slopes(slopes, modifier.slopes.view(-1, len(slopes)))
             shift = self.seq_kv - self.seq_q
             if has("alibi from the first key"):
-                shift = -shift if self.addresses.way else 0
+                shift = (0, -shift, self.packed_apart)[self.addresses.way]
             behind = i + shift - seen_as
             if has("alibi scaled"):
                 slopes = slopes * self._factor()
@@ -175,10 +182,12 @@ class Modifiers:
             return (s + penalty if has("alibi sign") else s - penalty), None
         if isinstance(modifier, Bias):
             bias = self._columns(self.biases[place], j).to(s.dtype)
-            if has("bias ignored"):
-                return s, None
+            if has("bias ignored"):  # what hides may be left of it
+                return torch.where(bias == -torch.inf, bias, s) if self.addresses.way else s, None
+            if has("bias rounded"):
+                bias = bias.to((torch.bfloat16, torch.float16)[self.addresses.way]).to(s.dtype)
             if has("bias of head 0"):
-                bias = bias[:1]
+                bias = self._of_other_heads(bias, self.addresses.way)
             if has("bias scaled"):
                 bias = bias * self._factor()
             if has("bias subtracted"):
@@ -193,6 +202,12 @@ class Modifiers:
         """What a term that is added to the scores is multiplied by, and should not be."""
         return (self.scale, math.log2(math.e), math.log(2), 1 / self.scale, 2.0, self.value)[self.addresses.way]
 
+    def _of_other_heads(self, x: Tensor, way: int) -> Tensor:
+        """(heads, ...) of the first head, of the KV head's number, of the head before, or from the last head to the
+        first."""
+        heads = torch.arange(x.shape[0])
+        return x[(heads[:1], heads // self.group, heads.roll(1), heads.flip(0))[way]]
+
     def _other_slopes(self, own: Tensor, by_sequence: Tensor) -> Tensor:
         heads = torch.arange(len(own))
         ways = (
@@ -203,6 +218,8 @@ class Modifiers:
             by_sequence[(self.sequence + 1) % len(by_sequence)],
             own.roll(1),
             own[:1].expand(len(own)),
+            torch.exp2(-8 * (heads + 1) / len(own)).to(own.dtype),  # made by the paper's rule, not read
+            torch.exp2(-8 * heads / len(own)).to(own.dtype),
         )
         return ways[self.addresses.way]
 
@@ -254,6 +271,8 @@ class Modifiers:
     def _masked(self, shown: Tensor, i: Tensor, j: Tensor, backward: bool, seen_as: Tensor) -> Tensor:
         """What all masks show of ``shown``."""
         has = self.has
+        if len(self.masks) > 1 and has("masks joined by or"):
+            return self._joined(shown, i, j, backward, seen_as)
         for mask in self.masks:
             if isinstance(mask, Tensor):
                 if not (has("boolean mask ignored") or has("boolean mask added as numbers")):
@@ -266,6 +285,15 @@ class Modifiers:
                 shown = shown & mask(torch.tensor(self.sequence), h, i, j)
         return shown
 
+    def _joined(self, shown: Tensor, i: Tensor, j: Tensor, backward: bool, seen_as: Tensor) -> Tensor:
+        """What any of the masks shows."""
+        every, found = self.masks, torch.zeros_like(shown)
+        for mask in every:
+            self.masks = [mask]
+            found = found | self._masked(shown, i, j, backward, seen_as)
+        self.masks = every
+        return found
+
     def _own(self, mask: Tensor, j: Tensor) -> Tensor:
         """What a boolean mask says of this sequence's rows and the keys of a tile."""
         has = self.has
@@ -275,7 +303,8 @@ class Modifiers:
             own = ~own
         if has("mask of head 0"):
             turned = [of_heads_first(whole, self.sequence, turned) for turned in (False, True)]
-            own = (own[:1], whole[0], *turned, next_sequence(whole, self.sequence))[self.addresses.way]
+            others = [self._of_other_heads(own, way) for way in (1, 2, 3)]
+            own = (own[:1], whole[0], *turned, next_sequence(whole, self.sequence), *others)[self.addresses.way]
         if has("bias of row 0"):
             own = own[..., :1] if self.addresses.way else own[:, :1]
         own = own.expand(-1, self.seq_q if own.shape[1] == 1 else -1, self.seq_kv if own.shape[2] == 1 else -1)
@@ -349,8 +378,9 @@ class Modifiers:
         if left is not None and not has("window without left end"):
             begin = started - left - off
             if has("window by tile"):
-                begin = begin.div(self.tile_kv, rounding_mode="floor") * self.tile_kv
-            shown = shown & (j >= begin)
+                shown = shown & from_first_tile(origin, j, begin, self.tile_kv, self.addresses.way)
+            else:
+                shown = shown & (j >= begin)
         if left is not None and has("window's first tile skipped"):
             row = origin - origin[:, :1]
             oldest = (origin - row % self.tile_kv - left).clamp(min=0)  # key of the block of rows
@@ -358,8 +388,14 @@ class Modifiers:
             if self.addresses.way:  # one for the batch, from its longest sequence
                 begin = torch.tensor(self.longest - -(-(left + self.seq_q) // self.tile_kv) * self.tile_kv)
             shown = shown & (j >= begin)
+        if right is not None and has("window's last tile skipped"):
+            shown = shown & (j < last_tile_end(origin + right, self.tile_kv, self.addresses.way))
         if right is not None and not has("window without right end"):
-            shown = shown & (j <= origin + right + further)
+            end = origin + right + further
+            if has("window by tile") and self.addresses.way > 3:
+                shown = shown & up_to_last_tile(origin, j, end, self.tile_kv, self.addresses.way)
+            else:
+                shown = shown & (j <= end)
         return shown
 
 

@@ -23,6 +23,9 @@ from attnworks.workbench.scales import softmax_scale
 from attnworks.workbench.subjects import Outcome
 from attnworks.workbench.ways import NUMBERS
 
+# Ways in which a page is read as (heads, slots, dim), and of which cache.
+_PAGES_TURNED = {(10, "k"), (10, "v"), (11, "k"), (12, "v")}
+
 
 class Mutant:
     """Tiled attention with one fault ("" for none, which is right). It runs every case.
@@ -47,7 +50,8 @@ class Mutant:
         self.addresses = Addresses(self.has, way, tile_kv)
         self.misplaced = Misplaced(self.has, way, tile_kv)
         self.name = f"mutant: {fault or 'none'}"
-        self._calls, self._longest = 0, 0
+        self._calls, self._longest, self._first_rows, self._sequences = 0, 0, 0, 0
+        self._packed_apart: list[int] = []
 
     def has(self, fault: str) -> bool:
         return self.fault == fault
@@ -57,6 +61,7 @@ class Mutant:
 
     def __call__(self, inputs: Inputs, *, return_lse: bool = True, **options: Any) -> Outcome:
         kwargs = inputs.kwargs()
+        self._packed_apart = []
         forms: dict[str, Callable[..., Outcome]] = {
             "dense": self._dense,
             "varlen": self._varlen,
@@ -115,10 +120,13 @@ class Mutant:
     ) -> Outcome:
         ends_q = cu_seqlens_q.tolist()
         ends_kv = cu_seqlens_kv.tolist()
+        self._packed_apart = [a - b for a, b in zip(ends_q[:-1], ends_kv[:-1], strict=True)]
         keys, counted = self.addresses.packed(ends_q, ends_kv)
         keys, values = self.addresses.values(keys, ends_kv)
         if k.requires_grad and self.has("gradients without queries unwritten"):
             k, v = (_unwritten(x, ends_q, ends_kv) for x in (k, v))
+        if k.requires_grad and ends_q != ends_kv and self.has("dk, dv at the queries' offsets"):
+            k, v = (_at_offsets(x, ends_kv, ends_q) for x in (k, v))
         rows_q, counted = self.addresses.rows(ends_q, ends_kv, counted)
         parts = [
             (q[mine].transpose(0, 1), k[own].transpose(0, 1), v[own_v].transpose(0, 1))
@@ -129,6 +137,8 @@ class Mutant:
         filler = float("nan") if self.has("rows past the end unwritten") else 0.0
         if self.has("stores reach the next sequence"):
             outs = self.misplaced.overrun(outs)
+        if ends_q != ends_kv and self.has("output offsets from keys"):
+            outs = self.misplaced.at_offsets(outs, ends_kv)
         rows = [out.transpose(0, 1) for out in outs] + [q.new_full((unused, q.shape[1], v.shape[-1]), filler)]
         return torch.cat(rows), torch.cat([*lses, lses[0].new_full((q.shape[1], unused), -torch.inf)], 1)
 
@@ -151,6 +161,7 @@ class Mutant:
         capacity = k_cache.shape[1] if page_table is None else page_table.shape[1] * size
         new_keys = 0 if k_new is None else k_new.shape[1]
         lens, counted = self.addresses.cached(kv_lens.tolist(), capacity, size, q.shape[1], new_keys)
+        k_new, v_new = self._exchanged(k_new, v_new)
         scales = None if k_scale is None or v_scale is None else (k_scale, v_scale)
         parts = []
         for b, length in enumerate(lens):
@@ -164,7 +175,8 @@ class Mutant:
                 if scales is not None:
                     factor = self.addresses.scale(name, *scales, q.shape[2])
                     group = max(factor.shape[0] // rows.shape[1], 1)
-                    rows = rows.to(torch.float32).repeat_interleave(group, 1) * factor
+                    rows = rows.to(torch.float32).repeat_interleave(group, 1)
+                    rows = rows * self.addresses.scales(name, factor, rows.shape[0])
                 pair.append(rows.transpose(0, 1))
             most = max(x.shape[0] for x in pair)
             keys, values = (x.repeat_interleave(most // max(x.shape[0], 1), 0) for x in pair)
@@ -187,6 +199,13 @@ class Mutant:
                 outs[b], lses[b] = outs[b] * torch.nan, lses[b] * torch.nan
         return torch.stack(outs).transpose(1, 2), torch.stack(lses)
 
+    def _exchanged(self, k_new: Tensor | None, v_new: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """New keys and values as they are stored."""
+        alike = k_new is not None and v_new is not None and k_new.shape == v_new.shape
+        if alike and self.has("new keys for new values"):
+            return ((k_new, k_new), (v_new, v_new), (v_new, k_new))[self.way]
+        return k_new, v_new
+
     def _appended(
         self, cache: Tensor, page_table: Tensor | None, b: int, length: int, new: Tensor | None, which: str
     ) -> Tensor:
@@ -203,7 +222,8 @@ class Mutant:
             rows = self._cached(cache, page_table, b, length + new.shape[1], which).clone()
             for n, one in enumerate(new[b]):
                 slot = self.addresses.slot(length, n, 0 if page_table is None else cache.shape[1])
-                rows[slot : slot + 1] = one
+                if slot >= 0:
+                    rows[slot : slot + 1] = one
             return rows
         if self.has("new keys not appended"):
             rows = self._cached(cache, page_table, b, length + new.shape[1], which).clone()
@@ -224,7 +244,10 @@ class Mutant:
         if slots is not None:
             return cache.flatten(0, 1)[slots]
         pages = self.addresses.pages(page_table, b, -(-length // size), cache.shape[0], which)
-        rows = cache[pages].flatten(0, 1)
+        read = cache[pages]
+        if cache.shape[2] > 1 and self.has("layouts confused") and (self.way, which) in _PAGES_TURNED:
+            read = read.reshape(len(pages), cache.shape[2], size, -1).transpose(1, 2)
+        rows = read.flatten(0, 1)
         return rows if whole else rows[:length]
 
     def _attend_all(
@@ -237,6 +260,7 @@ class Mutant:
         """``limits``: keys that may be seen, ``counted``: keys that masks are aligned by; None for all there are."""
         lengths = [k.shape[1] for _, k, _ in parts]
         self._longest = max(limits or lengths, default=0)
+        self._first_rows, self._sequences = parts[0][0].shape[1] if parts else 0, len(parts)
         parts = self.misplaced.operands(list(parts))
         pairs = [
             self._attend(b, q, k, v, (limits or lengths)[b], (counted or lengths)[b], **rest)
@@ -249,7 +273,7 @@ class Mutant:
             pairs[first:] = [(out * 0, lse * 0) for out, lse in pairs[first:]]
         if len(pairs) > 1 and self.has("sequences exchanged"):
             pairs = [pairs[n] for n in self.addresses.order([q.shape[1] for q, _, _ in parts])]
-        pairs = self.misplaced.results(pairs)
+        pairs = self.misplaced.results(pairs, parts[0][1].shape[0] if parts else 1)
         return [out for out, _ in pairs], [lse for _, lse in pairs]
 
     def _attend(
@@ -282,7 +306,9 @@ class Mutant:
                     own = whole[b if whole.shape[0] > 1 and not self.has("bias of sequence 0") else 0]
                 if self.has("bias of row 0"):
                     own = own[..., :1] if self.way else own[:, :1]
-                if self.has("bias gradient not summed") and (b > 0 if self.way else own.shape[0] == 1):
+                if self.way == 2 and self.has("bias gradient not summed"):  # but averaged
+                    own = _slower(own, whole, self._sequences, q.shape[0])
+                elif self.has("bias gradient not summed") and (b > 0 if self.way else own.shape[0] == 1):
                     shared = whole.shape[0] == 1
                     own = (own.detach() if shared else own) if self.way else self._of_one_head(own, q.shape[0])
                 own = own[:, : seq_q if own.shape[1] > 1 else 1, : seq_kv if own.shape[2] > 1 else 1]
@@ -297,7 +323,8 @@ class Mutant:
         m = modifiers.Modifiers(self.has, scale, masks, scores, b, seq_q, counted, limit, self.tile_kv, self.split_kv)
         m.dtype, m.biases, m.addresses, m.default_scale = q.dtype, biases, self.addresses, default
         m.value = self.value
-        m.longest = self._longest
+        m.longest, m.first_rows = self._longest, self._first_rows
+        m.packed_apart = self._packed_apart[b] if self._packed_apart else seq_kv - seq_q
         m.group, m.heads_q = max(q.shape[0] // max(k.shape[0], 1), 1), q.shape[0]
         out, lse = tiled.Attend.apply(m, q, k, v, sink, *biases.values())  # type: ignore[no-untyped-call]
         if q.shape[0] > 1 and self.has("heads of the output exchanged"):
@@ -308,6 +335,27 @@ class Mutant:
     def _of_one_head(bias: Tensor, heads: int) -> Tensor:
         """(heads, rows, keys) of a bias that all heads share, whose gradient is the first one's."""
         return torch.cat((bias, bias.detach().expand(heads - 1, -1, -1)))
+
+
+def _at_offsets(x: Tensor, own: Sequence[int], others: Sequence[int]) -> Tensor:
+    """K or V, whose gradient lies, sequence by sequence, where other offsets begin."""
+
+    def moved(grad: Tensor) -> Tensor:
+        found = torch.zeros_like(grad)
+        for (a, b), start in zip(pairwise(own), others, strict=False):
+            taken = max(min(b - a, len(grad) - start), 0)
+            found[start : start + taken] = grad[a : a + taken]
+        return found
+
+    watched = x * 1
+    watched.register_hook(moved)  # type: ignore[no-untyped-call]
+    return watched
+
+
+def _slower(x: Tensor, whole: Tensor, sequences: int, heads: int) -> Tensor:
+    """A sequence's part of a bias, whose gradient is divided by how many sequences and heads share it."""
+    times = (sequences if whole.shape[0] == 1 else 1) * (heads if whole.shape[1] == 1 else 1)
+    return x / times + (x - x / times).detach()
 
 
 def _unwritten(x: Tensor, ends_q: Sequence[int], ends_kv: Sequence[int]) -> Tensor:

@@ -33,6 +33,9 @@ def reported(m: Modifiers, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
     if k.shape[1] and has("lse of one tile"):
         last = max(k.shape[1] - 1, 0) // m.tile_kv * m.tile_kv
         first = 0 if way else last
+        if way == 2:  # the largest of all
+            spans = [(a, k[:, a : a + m.tile_kv]) for a in range(0, k.shape[1], m.tile_kv)]
+            return torch.stack([torch.logsumexp(m.tile(q, keys, a)[0], -1) for a, keys in spans]).amax(0)
         return torch.logsumexp(m.tile(q, k[:, first : first + m.tile_kv], first)[0], -1)
     if k.shape[1] and has("lse of another maximum"):
         return lse + _rise(m, q, k)
@@ -63,10 +66,13 @@ def _rise(m: Modifiers, q: Tensor, k: Tensor) -> Tensor:
 
 def _shift(m: Modifiers, q: Tensor, k: Tensor) -> Tensor:
     """What softmax does not see and the LSE does: the mean key taken off each, the first key, ALiBi without the
-    query's own number."""
+    query's own number; or the scale left out of the maximum, which the sum has."""
     if m.addresses.way == 2:
         slopes = [s.slopes if s.slopes.dim() == 1 else s.slopes[m.sequence] for s in m.scores if isinstance(s, ALiBi)]
         places = torch.arange(m.seq_q) + m.seq_kv - m.seq_q
         return -sum((slope.view(-1, 1) * places for slope in slopes), q.new_zeros(q.shape[:2])) * m.causal
+    if m.addresses.way == 3:  # the maximum is that of the products, to which the scale comes in the exponential
+        top = top_scores(m, q, k)[..., 0]
+        return top - top / m.scale
     key = k[:, :1] if m.addresses.way else k.mean(1, keepdim=True)
     return m.scale * (q @ key.mT)[..., 0]

@@ -19,6 +19,7 @@ from attnworks.workbench.addresses import shares
 from attnworks.workbench.misplaced import next_channels
 from attnworks.workbench.modifiers import Modifiers, kept_channels
 from attnworks.workbench.reported import reported
+from attnworks.workbench.splits import split_spans
 from attnworks.workbench.tiled_backward import backward, of_kv_heads
 
 
@@ -32,13 +33,11 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
     # Partial results are merged in fp32, which would hide what fp16 accumulators lose over many keys.
     whole = has("fp16 accumulation") or has("sum in low precision") or not m.split_kv
     size = k.shape[1] if whole else m.split_kv if m.split_kv > 0 else -(k.shape[1] // m.split_kv)
-    parts = [_split(m, q, k[:, a : a + size], v[:, a : a + size], a) for a in range(0, k.shape[1], size or 1)]
+    spans = split_spans(has, m.addresses.way, k.shape[1], size, m.split_kv)
+    parts = [_split(m, q, k[:, a:b], v[:, a:b], a) for a, b in spans]
     tops = m.tops
     if sink is not None and not has("sink ignored"):
-        factor = (m.scale, math.log2(math.e), math.log(2))[m.addresses.way] if has("sink scaled") else 1.0
-        logits = (sink * factor).view(-1, 1).expand(rows).to(q.dtype)
-        if has("sink counted twice"):
-            logits = logits + math.log(len(parts) if m.addresses.way and parts else 2)
+        logits = _sink_logits(m, sink, len(parts)).expand(rows).to(q.dtype)
         if not has("sink outside the maximum"):
             held = v[:, :1].expand(*rows, -1) if v.shape[1] and has("sink has a value") else q.new_zeros(1)
             parts.append((held.expand(*rows, v.shape[-1]), logits))
@@ -53,7 +52,8 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
     weights = torch.exp(lses - torch.where(top == -torch.inf, 0, top))
     total = weights.sum(0)
     if sink is not None and has("sink without the maximum"):
-        total = weights[:-1].sum(0) + torch.exp(sink.view(-1, 1))
+        held = sink.view(-1, 1)
+        total = weights[:-1].sum(0) + (held if m.addresses.way else torch.exp(held))  # or taken for a weight
     if sink is not None and has("sink outside the maximum"):
         total = total + torch.exp(sink.view(-1, 1) - torch.where(top == -torch.inf, 0, top))
     lse = torch.where(total == 0, -torch.inf, top + torch.log(total))
@@ -63,13 +63,16 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
         total = weights[:-1].sum(0)
     if len(parts) > 1 and (has("a split left out") or has("splits merged by another weight")):
         weights, total = _other_weights(m, lses, tops), torch.ones_like(total)
-        if m.addresses.way == 5:  # accumulators by their maxima, sums as they are
+        if has("a split left out") and m.addresses.way > 3:  # in the LSE as well
+            lse = torch.where(_kept(m.addresses.way, len(lses), len(tops)).view(-1, 1, 1), lses, -torch.inf)
+            lse = torch.logsumexp(lse, 0)
+        elif m.addresses.way == 5:  # accumulators by their maxima, sums as they are
             maxima = torch.stack([*tops, *lses[len(tops) :]])
             highest = torch.where(top == -torch.inf, 0, maxima.amax(0))
             weights, total = torch.exp(lses - highest), torch.exp(lses - maxima).nan_to_num(0).sum(0)
             lse = torch.where(total == 0, -torch.inf, highest + torch.log(total))
     if has("splits averaged"):
-        sizes = [min(size, k.shape[1] - a) for a in range(0, k.shape[1], size or 1)]
+        sizes = [b - a for a, b in spans]
         alike = shares(sizes, len(parts), m.addresses.way).to(q.dtype)
         weights, total = alike.view(-1, 1, 1).expand_as(weights), torch.ones_like(total)
     if has("partial results in 16 bits"):
@@ -85,6 +88,18 @@ def forward(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) 
     out = sum((w[..., None] * part[0] for w, part in zip(weights, parts, strict=True)), q.new_zeros(()))
     empty = total if has("empty rows give NaN") else torch.where(total == 0, 1, total)
     return out / empty[..., None], lse
+
+
+def _sink_logits(m: Modifiers, sink: Tensor, splits: int) -> Tensor:
+    """(heads, 1)."""
+    has = m.has
+    factor = (m.scale, math.log2(math.e), math.log(2), -1.0)[m.addresses.way] if has("sink scaled") else 1.0
+    if has("sink rounded"):
+        sink = sink.to(torch.bfloat16).to(sink.dtype)
+    logits = (sink * factor).view(-1, 1)
+    if has("sink counted twice"):
+        logits = logits + math.log(splits if m.addresses.way and splits else 2)
+    return logits
 
 
 def _split(m: Modifiers, q: Tensor, k: Tensor, v: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -238,9 +253,7 @@ def _other_weights(m: Modifiers, lses: Tensor, tops: list[Tensor]) -> Tensor:
     """What partial results weigh where one is left out, or where weights are made of something else than their LSE."""
     way = m.addresses.way
     if m.has("a split left out"):
-        keep = torch.ones(len(lses))
-        keep[(slice(len(lses) - 1, None), slice(0, 1), slice(1, 2), slice(2, None))[way]] = 0
-        lses = torch.where(keep.view(-1, 1, 1) > 0, lses, -torch.inf)
+        lses = torch.where(_kept(way, len(lses), len(tops)).view(-1, 1, 1), lses, -torch.inf)
     elif way == 0:
         lses = torch.stack([*tops, *lses[len(tops) :]])  # by their maxima alone
     elif way > 2:  # one after the other, by an LSE of what was merged that is the first one's or the largest
@@ -248,6 +261,16 @@ def _other_weights(m: Modifiers, lses: Tensor, tops: list[Tensor]) -> Tensor:
     else:
         lses = lses * (math.log2(math.e), math.log(2))[way - 1]  # exp of what is in base 2, or the other way round
     return torch.softmax(lses, 0).nan_to_num(0)
+
+
+def _kept(way: int, count: int, splits: int) -> Tensor:
+    """Which of ``count`` partial results, the first ``splits`` of them of keys, are not left out."""
+    keep = torch.ones(count, dtype=torch.bool)
+    paired = 1 << max(splits.bit_length() - 1, 0)  # what a tree of pairs keeps that has no place for an odd one
+    last = slice(splits - 1, splits)
+    lost = (slice(count - 1, None), slice(0, 1), slice(1, 2), slice(2, None), slice(paired, splits), last)
+    keep[lost[way]] = False
+    return keep
 
 
 def _in_turn(lses: Tensor, largest: bool) -> Tensor:
@@ -277,6 +300,7 @@ def _skipped(m: Modifiers, first: int, size: int) -> bool:
         (m.has("first tile only") and first > 0)
         or (m.has("last tile only") and first + size < m.limit)
         or (m.has("last partial tile dropped") and not m.addresses.way and size < m.tile_kv)
+        or (m.has("last whole tile dropped") and 0 < first == m.limit - m.tile_kv)
     )
 
 
@@ -295,12 +319,16 @@ def _accumulate_fp16(acc: Tensor, p: Tensor, v: Tensor) -> Tensor:
 
 
 def _unwritten(m: Modifiers) -> Tensor:
-    """The rows of the output that are not stored: those of the last tile, of one that is not whole, the last one, or
-    some of every few."""
+    """The rows of the output that are not stored: those of the last tile, of one that is not whole, the last one, some
+    of every few, those past the tiles of the first sequence, or a last tile that is whole."""
     rows, way = torch.arange(m.seq_q), m.addresses.way
     if way == 3:
         period, held = divmod(round(m.value), 1000)
         return rows % period >= held
+    if way == 4:
+        return rows >= -(-m.first_rows // m.tile_kv) * m.tile_kv
+    if way == 5:
+        return (rows >= m.seq_q - m.tile_kv) & (m.seq_q % m.tile_kv == 0) & (m.seq_q > m.tile_kv)
     return rows >= (m.seq_q - 1 if way == 2 else m.seq_q // m.tile_kv * m.tile_kv)
 
 

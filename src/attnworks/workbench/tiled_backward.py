@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnworks.masks import Window
 from attnworks.scores import Bias
+from attnworks.workbench.mask_tiles import seen_in_blocks
 from attnworks.workbench.modifiers import Modifiers
 
 
@@ -31,13 +32,11 @@ def backward(
     delta = _delta(m, out, lse, d_out, d_lse)
     if has("delta of the accumulator"):  # as it is before it is divided by the sum
         delta = delta * torch.exp(lse[..., None] - top_scores(m, q, k)).nan_to_num(0)
-    safe = (
-        lse[..., None] if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)[..., None]
-    )
-    if sink is not None and has("lse without the sink in backward"):
-        safe = _less(safe, sink)
+    safe = _saved_lse(m, q, k, sink, lse)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     d_biases = {place: torch.zeros_like(bias, dtype=q.dtype) for place, bias in m.biases.items()}
+    if way and has("heads mapped otherwise in backward"):
+        k, v = _by_remainder(m, k), _by_remainder(m, v)
     for first in range(0, k.shape[1], m.tile_kv):
         keys = slice(first, first + m.tile_kv)
         own_k, own_v = _tiles(m, k, v, keys)
@@ -45,13 +44,16 @@ def backward(
         p_of_v, p = _probs(m, q, k, s, safe)
         padding = m.tile_kv - s.shape[-1] if has("padding scored 0 in backward") else 0
         dp = _d_probs(m, q, own_v, d_out)
+        if has("delta of another size"):  # or dP
+            dp, used = (dp * m.scale, delta) if way == 1 else (dp, delta * (m.scale, 0.0, 1 / m.scale, 2.0)[way])
+        else:
+            used = delta
         rows = _rows(m, first, s.shape[-1])
         dv[:, keys] = _narrow(m, p_of_v[:, rows]).transpose(-1, -2) @ _narrow(m, d_out[:, rows])
-        ds = (dp - delta) * (m.shown if has("dS without probs") else p)
+        ds = (dp - used) * (m.shown if has("dS without probs") else p)
         for place, (modifier, slope) in reversed(list(enumerate(zip(m.scores, slopes, strict=True)))):
             if isinstance(modifier, Bias):
-                factor = m.scale if has("bias gradient scaled") else 0.0 if has("bias gradient missing") else 1.0
-                d_biases[place][..., keys] = ds * factor
+                d_biases[place][..., keys] = _d_bias(m, ds)
             elif slope is not None:
                 ds = ds * slope
         ds = ds.to(torch.float8_e4m3fn).to(ds.dtype) if has("dS in fp8") else _narrow(m, ds, way=2)
@@ -61,20 +63,50 @@ def backward(
         if k.shape[1] > m.tile_kv and has("last tile missing in dq"):
             step = step * _dq_keeps(m, first, k.shape[1])
         dq = step if has("dq overwritten by each tile") else dq + step
-        if has("backward in 16 bits") and way > 5:  # where it is summed up
+        if has("backward in 16 bits") and way in (6, 7):  # where it is summed up
             dq = dq.to(torch.bfloat16 if way == 6 else torch.float16).to(dq.dtype)
         dk[:, keys] = ds[:, rows].transpose(-1, -2) @ q[:, rows] * _scale(m, "dk")
-    d_sink = None
-    if sink is not None:
-        shares = torch.exp(sink.view(-1, 1) - safe[..., 0]) * delta[..., 0]
-        d_sink = -shares.sum(-1)
-        if m.seq_q and has("sink gradient not summed"):
-            d_sink = d_sink * (m.sequence == 0) if way == 2 else -shares[:, 0 if way else -1]
-        if has("sink gradient missing"):
-            d_sink = -d_sink if way else torch.zeros_like(d_sink)
+        if m.masks and has("gradients of what is hidden unwritten") and not bool(m.shown.any()):
+            for grad in ((dk, dv), (dk,), (dv,), ())[way]:
+                grad[:, keys] = torch.nan
+    if m.masks and way == 3 and has("gradients of what is hidden unwritten"):  # of rows without keys
+        dq = dq.masked_fill((lse == -torch.inf)[..., None], torch.nan)
+    d_sink = None if sink is None else _d_sink(m, sink, safe, delta)
     if any(d.numel() for d in d_biases.values()) and has("bias gradient in another place"):
         d_biases = {place: d.roll(1, 1) if way else d.flip(0) for place, d in d_biases.items()}
     return *_stored(m, dq, dk, dv), [d_biases[place] for place in m.biases], d_sink
+
+
+def _saved_lse(m: Modifiers, q: Tensor, k: Tensor, sink: Tensor | None, lse: Tensor) -> Tensor:
+    """(heads, rows, 1): the LSE that P is recomputed from, 0 of empty rows."""
+    has = m.has
+    safe = lse if has("empty rows leak into gradients") else torch.where(lse == -torch.inf, 0, lse)
+    if k.shape[1] > 8 and has("lse of some keys in backward"):  # of the last tile, or of the first one
+        first = 0 if m.addresses.way else (k.shape[1] - 1) // m.tile_kv * m.tile_kv
+        part = torch.logsumexp(m.tile(q, k[:, first : first + m.tile_kv], first)[0], -1)
+        safe = torch.where(part == -torch.inf, 0, part)
+    if sink is not None and has("lse without the sink in backward"):
+        return _less(safe[..., None], sink)
+    return safe[..., None]
+
+
+def _d_bias(m: Modifiers, ds: Tensor) -> Tensor:
+    """A bias's gradient for a tile of keys."""
+    factor = m.scale if m.has("bias gradient scaled") else 0.0 if m.has("bias gradient missing") else 1.0
+    if m.masks and m.has("bias gradient unwritten where hidden"):
+        return (ds * factor).masked_fill(~seen_in_blocks(m.shown, m.tile_kv), torch.nan)
+    return ds * factor
+
+
+def _d_sink(m: Modifiers, sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    way = m.addresses.way
+    shares = torch.exp(sink.view(-1, 1) - lse[..., 0]) * delta[..., 0]
+    d_sink = -shares.sum(-1)
+    if m.seq_q and m.has("sink gradient not summed"):
+        d_sink = d_sink * (m.sequence == 0) if way == 2 else -shares[:, 0 if way else -1]
+    if m.has("sink gradient missing"):
+        d_sink = -d_sink if way else torch.zeros_like(d_sink)
+    return d_sink
 
 
 def _delta(m: Modifiers, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor) -> Tensor:
@@ -88,6 +120,9 @@ def _delta(m: Modifiers, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor)
     delta = delta - seen * (0 if has("lse cotangent ignored") else -1 if has("lse cotangent of the wrong sign") else 1)
     if has("delta missing"):
         return torch.zeros_like(delta)
+    if m.seq_q > 8 and has("delta missing in the last tile"):  # of one that is not whole, or in all but the first
+        kept = m.tile_kv if way else m.seq_q // m.tile_kv * m.tile_kv
+        return delta * (torch.arange(m.seq_q).view(-1, 1) < kept)
     if has("backward in 16 bits") and way in (4, 5):
         return delta.to(torch.bfloat16 if way == 4 else torch.float16).to(delta.dtype)
     if has("delta of the wrong sign"):
@@ -133,6 +168,8 @@ def _d_probs(m: Modifiers, q: Tensor, v: Tensor, d_out: Tensor) -> Tensor:
 def _probs(m: Modifiers, q: Tensor, k: Tensor, s: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """P recomputed from scores and the LSE (heads, rows, 1), as dV and as dS take it."""
     has, way = m.has, m.addresses.way
+    if has("backward in 16 bits") and way > 7:  # the LSE that forward kept
+        lse = lse.to(torch.bfloat16 if way == 8 else torch.float16).to(lse.dtype)
     p = torch.exp(s - lse)
     if has("probs not normalised in backward"):
         wrong = torch.exp(s - top_scores(m, q, k))
@@ -257,9 +294,17 @@ def of_kv_heads(m: Modifiers, wide: Tensor, heads: Tensor, heads_kv: int, which:
     group = max(wide.shape[0] // max(heads_kv, 1), 1)
     if m.has("dk, dv of one query head") and m.addresses.way in (0, which, 3):
         return wide[group - 1 if m.addresses.way == 3 else 0 :: group]
+    if heads_kv > 1 and group > 1 and not m.addresses.way and m.has("heads mapped otherwise in backward"):
+        heads = torch.arange(len(heads)) % heads_kv
     summed = wide.new_zeros(heads_kv, *wide.shape[1:]).index_add(0, heads, wide)
     averaged = m.has("dk, dv averaged over the group") and m.addresses.way in (0, which)
     return summed / group if averaged else summed
+
+
+def _by_remainder(m: Modifiers, x: Tensor) -> Tensor:
+    """K or V by query heads, each with the KV head of its number's remainder."""
+    heads_kv = max(x.shape[0] // m.group, 1)
+    return x[torch.arange(x.shape[0]) % heads_kv * m.group]
 
 
 def top_scores(m: Modifiers, q: Tensor, k: Tensor) -> Tensor:

@@ -176,6 +176,17 @@ CAUSES = {
     "dBias not summed": "a broadcast bias's gradient is one head's or sequence's",
     "dSink missing": "the sink's gradient is 0",
     "dSink's sign": "the sink's gradient has the wrong sign",
+    # words that the seventh set lacked
+    "causal bottom-right": "causal counts from the last query and key where it is to count from the first",
+    "numbers of a moved tile": "a tile that was moved back has the numbers of its old place",
+    "numbers within the tile": "rows or keys are counted from their tile's beginning",
+    "channels of the next row": "channels past the head dim are read from the next row",
+    "one maximum for several rows": "rows have the maximum of a tile of them",
+    "sink without the maximum": "the sink joins the sum without the maximum being subtracted",
+    "bias ignored": "finite numbers of a bias do not count",
+    "dSink not summed": "the sink's gradient is one row's or sequence's",
+    "heads left out": "query heads are not computed",
+    "new keys for new values": "appended keys are stored as values",
     # anywhere
     "no word": "no word of this list says what is wrong; the kernel's own sentence does",
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 from attnworks.workbench.diagnose.likeness import Rows
 from attnworks.workbench.diagnose.probes import Bench, Observation
 from attnworks.workbench.diagnose.variants import UNSTEADY, UNWRITTEN, Variant, Written
+from attnworks.workbench.modifiers import SPLIT, TILE
 from attnworks.workbench.mutants import Mutant
 
 # From this distance on two answers are no more alike than those of faults that have nothing to do with each other.
@@ -59,9 +60,11 @@ class Totals:
 
 
 class Table:
-    """The answers of all variants to one probe, a row each, filled as they are needed."""
+    """The answers of all variants to one probe, a row each, filled as they are needed. ``gradients``: also those, which
+    count only beside a right output."""
 
-    def __init__(self, known: Known, chosen: Sequence[Variant]) -> None:
+    def __init__(self, known: Known, chosen: Sequence[Variant], gradients: bool = True) -> None:
+        self.gradients = gradients
         self.known, self.bench, self.chosen = known, known.bench, chosen
         count, asked = len(chosen), known.asked
         self.unknown = torch.tensor([v.fault in asked[v.written] for v in chosen])
@@ -79,6 +82,8 @@ class Table:
         if "lse" in seen.answers:  # what a wrong LSE does to gradients depends on whether backward reads it
             wrong = wrong | seen.answers["lse"].failed | self.rows["lse"].failed[index]
         for name, answer in seen.answers.items():
+            if not self.gradients and name not in ("out", "lse"):
+                continue
             rows = self.rows[name]
             failed = rows.failed[index]
             counts = failed | answer.failed
@@ -111,7 +116,7 @@ class Table:
                 totals.wrong += mine
 
     def _fill(self, place: int) -> None:
-        seen = self.known.answers(self.chosen[place])
+        seen = self.known.answers(self.chosen[place], self.gradients)
         for name, rows in self.rows.items():
             if seen.raised:  # it followed a page number into nowhere
                 rows.put(place, self.bench.lost(name))
@@ -127,19 +132,30 @@ class Known:
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        self._seen: dict[Variant, Observation] = {}
+        self._seen: dict[tuple[Variant, bool], Observation] = {}
 
     @cached_property
     def asked(self) -> dict[bool, set[str]]:
         return {written: _asked(self.bench, written) for written in (False, True)}
 
-    def answers(self, v: Variant) -> Observation:
-        if v not in self._seen:
-            seen = self.bench.observe(v.subject(self.bench.long), properties=v.fault in UNSTEADY, wrong_ones=False)
+    def answers(self, v: Variant, gradients: bool = True) -> Observation:
+        """``gradients``: whether they are asked for, if the probe has some."""
+        if v.tile_kv == TILE and not v.split_kv and max(kv for _, kv in self.bench.probe.case.sequences) <= SPLIT:
+            v = replace(v, split_kv=SPLIT)  # which is one split, as without any
+        asked = v, gradients and self.bench.probe.case.gradients
+        if asked not in self._seen:
+            seen = self.bench.observe(
+                v.subject(self.bench.long), properties=v.fault in UNSTEADY, wrong_ones=False, gradients=gradients
+            )
             # Only what is wrong is compared, on the sample.
             seen.answers = {name: replace(a, parts=[]) for name, a in seen.answers.items() if a.failed}
-            self._seen[v] = seen
-        return self._seen[v]
+            self._seen[asked] = seen
+        return self._seen[asked]
+
+
+def gradients_count(seen: Observation) -> bool:
+    """Whether a subject's gradients say something: output and LSE are right."""
+    return not any(seen.answers[name].failed for name in ("out", "lse") if name in seen.answers)
 
 
 def _asked(bench: Bench, written: bool) -> set[str]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from attnworks.workbench.cases import BooleanRule, Case
-from attnworks.workbench.diagnose.answers import STEADINESS, Known, Table, Totals
+from attnworks.workbench.diagnose.answers import STEADINESS, Known, Table, Totals, gradients_count
 from attnworks.workbench.diagnose.probes import Bench, Observation, Probe, probes
 from attnworks.workbench.diagnose.variants import (
     BACKWARD,
@@ -45,6 +45,8 @@ TILE_PROBES = (
 # some elements), and what its distance over all weighs then: of two that explain the same, the one that says less about
 # other calls comes first.
 NARROWED, IN_PART, ELSEWHERE = 0.3, 0.35, 0.05
+# What it is at least where such a fault gives the very numbers: nearer than another one that comes near everywhere.
+EXACT = 0.15
 SAME = 0.02  # distances that differ by less are alike
 FIRST_PROBES, HOPEFUL, FINALISTS, BEST_WAYS = 4, 150, 18, 2
 SIZE_PROBES, COARSE_FINALISTS, SIZED_FINALISTS, BEST_SIZES = 2, 10, 6, 2
@@ -76,7 +78,7 @@ class Corpus:
     def __init__(self, chosen: Sequence[Probe] | None = None, *, seed: int = 0) -> None:
         self.benches = [Bench(probe) for probe in (probes(seed) if chosen is None else chosen)]
         self.variants = variants()
-        self._tables: dict[int, Table] = {}
+        self._tables: dict[tuple[int, bool], Table] = {}
         self.named: dict[str, Variant] = {}  # of the faults ranked last, the variant that came nearest
         self._known = {bench: Known(bench) for bench in self.benches}
 
@@ -166,8 +168,9 @@ class Corpus:
 
     def _sizes(self, seen: Sequence[Observation], failing: list[int], progress: Progress | None) -> list[int]:
         """The best tile sizes of the nearest of the faults that have such, by the first probes that tell."""
-        telling = [place for place in failing if _tells_sizes(self.benches[place])][:SIZE_PROBES]
-        telling = [place for place in telling if not self.benches[place].long]
+        short = [place for place in failing if not self.benches[place].long]
+        # A fault may show in none of the probes that were chosen for sizes.
+        telling = [place for place in short if _tells_sizes(self.benches[place])][:SIZE_PROBES] or short[:1]
         if not telling:
             return []
         if self.benches[telling[0]].probe.case.form != "dense":
@@ -203,15 +206,20 @@ class Corpus:
                 progress(f"comparing: {bench.probe.name}", done, len(places))
             if not observation.answers:
                 continue
-            if place not in self._tables:
-                self._tables[place] = Table(self._known[bench], self.variants)
-            self._tables[place].compare(observation, chosen, totals)
+            kind = place, gradients_count(observation)
+            if kind not in self._tables:
+                self._tables[kind] = Table(self._known[bench], self.variants, kind[1])
+            self._tables[kind].compare(observation, chosen, totals)
         everywhere = totals.everywhere.mean()
-        narrow = NARROWED + (1 - NARROWED) * totals.failing.mean() + ELSEWHERE * everywhere
-        part = IN_PART + (1 - IN_PART) * totals.in_part.mean() + ELSEWHERE * everywhere
-        conditional = torch.minimum(narrow, part)
+        narrow, part = _conditional(totals.failing.mean(), NARROWED), _conditional(totals.in_part.mean(), IN_PART)
+        conditional = torch.minimum(narrow, part) + ELSEWHERE * everywhere
         nearest = torch.minimum(everywhere, conditional)
         return torch.stack((nearest, totals.alike, totals.wrong, totals.left, (conditional < everywhere).float())).T
+
+
+def _conditional(distances: Tensor, least: float) -> Tensor:
+    """Distances where the subject is wrong, as those of a fault under a condition."""
+    return torch.where(distances < SAME, EXACT + distances, least + (1 - least) * distances)
 
 
 def _tells_sizes(bench: Bench) -> bool:

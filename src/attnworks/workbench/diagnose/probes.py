@@ -29,7 +29,8 @@ FP16, BF16, E4M3 = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 LARGEST_SAMPLE = 768
 
 
-def _case(name: str, seq_q: int, seq_kv: int, **fields: Any) -> Case:
+def named(name: str, seq_q: int, seq_kv: int, **fields: Any) -> Case:
+    """A probe's case."""
     return Case(f"probe: {name}", "tells faults apart", seq_q=seq_q, seq_kv=seq_kv, **fields)
 
 
@@ -53,100 +54,100 @@ def _probes() -> tuple[Case, ...]:
     }
     few: dict[str, Any] = {"lengths": ((4, 4), (4, 150), (4, 77)), "mask": (Causal(),), "heads_q": 2}
     return (
-        _case("square", 128, 128, batch=2, **grads),
-        _case("off the tile", 163, 163, **grads),
-        _case("lengths apart", 40, 203, batch=2, **grads),
-        _case("whole tiles of queries", 64, 90),
-        _case("rising maximum", 70, 333, generator="rising maximum", **grads),
-        _case("falling maximum", 70, 333, generator="falling maximum"),
-        _case("large scores", 70, 200, generator="large scores"),
-        _case("large scores, causal", 40, 40, generator="large scores", mask=(Causal(),)),
-        _case("strongly negative", 40, 97, generator="strongly negative", **grads),
-        _case("nan query", 37, 37, generator="nan query"),
-        _case("fp16", 64, 128, dtype=FP16, **grads),
-        _case("bf16", 64, 128, dtype=BF16, **grads),
-        _case("large scores in bf16", 64, 128, dtype=BF16, generator="large scores"),
-        _case("16k keys in fp16", 3, 16_411, dtype=FP16),
-        _case("16k keys in bf16", 3, 16_411, dtype=BF16),
-        _case("causal", 130, 130, batch=2, **causal),
-        _case("causal, few queries", 40, 100, **causal),
-        _case("causal, rows without keys", 100, 40, **causal),
-        _case("causal from the top left", 40, 100, mask=(Causal("top-left"),), **grads),
-        _case("gradient of the lse", 40, 72, lse_cotangent=True, **grads),
-        _case("window", 100, 100, mask=(Window(7, 5),), **grads),
-        _case("window of 0 and open", 40, 56, mask=(Window(0, None),)),
-        _case("window open and beyond", 90, 40, mask=(Window(None, 60),)),
-        _case("causal and window", 90, 90, mask=(Causal(), Window(20, None)), **grads),
-        _case("boolean mask", 33, 70, batch=2, mask=(BooleanRule("bhqk", empty_row=True),), **grads),
-        _case("boolean mask without heads", 33, 70, batch=2, mask=(BooleanRule("b1qk"),)),
-        _case("6 heads on 3", 40, 72, batch=2, heads_q=6, heads_kv=3, **grads),
-        _case("8 heads on 2", 40, 72, batch=2, heads_q=8, heads_kv=2, **grads),
-        _case("6 heads on 2, causal", 70, 70, heads_q=6, **causal),
-        _case("unequal dims", 40, 72, head_dim_v=40, **grads),
-        _case("V wider", 40, 72, head_dim=40, **grads),
-        _case("head_dim 40", 40, 72, head_dim=40, head_dim_v=40, **grads),
-        _case("head_dim 160", 40, 72, head_dim=160, head_dim_v=160, **grads),
-        _case("scale 0.3", 40, 72, scale=0.3, **grads),
-        _case("scale -0.7", 40, 72, scale=-0.7, **grads),
-        _case("softcap", 50, 70, scores=(Softcap(2.0),), **grads),
-        _case("softcap, causal", 50, 70, scores=(Softcap(2.0),), mask=(Causal(),)),
-        _case("softcap of large scores", 50, 70, scores=(Softcap(20.0),), generator="large scores"),
-        _case("alibi", 50, 70, scores=(AlibiRule(),), **{**heads, "mask": (Causal(),)}),
-        _case("alibi, not causal", 50, 70, scores=(AlibiRule(),), **heads),
-        _case("alibi of each sequence", 50, 70, scores=(AlibiRule(True),), **heads),
-        _case("alibi, grouped", 50, 70, scores=(AlibiRule(),), **{**heads, "heads_kv": 2, "mask": (Causal(),)}),
-        _case("bias", 50, 70, scores=(BiasRule("bhqk"),), **heads),
-        _case("bias that hides", 50, 70, scores=(BiasRule("bhqk", hide=True),), **heads),
-        _case("bias without heads", 50, 70, scores=(BiasRule("b1qk"),), **heads),
-        _case("bias without sequences", 50, 70, scores=(BiasRule("1hqk"),), **heads),
-        _case("softcap, then bias", 50, 70, scores=(Softcap(2.0), BiasRule("b1qk"))),
-        _case("bias, then softcap", 50, 70, scores=(BiasRule("bhqk"), Softcap(2.0)), **heads),
-        _case("sink", 50, 70, scores=(SinkRule(),), **heads),
-        _case("sink 30000", 50, 70, scores=(SinkRule(30000.0),)),
-        _case("sink, rows without keys", 20, 6, scores=(SinkRule(0.5),), mask=(Causal(),)),
-        _case("gapped", 37, 75, batch=2, memory="gapped", heads_q=4, heads_kv=4),
-        _case("varlen", 64, 90, **varlen, **grads),
-        _case("varlen, full", 64, 90, **{**varlen, "lengths": ((20, 30), (7, 70), (33, 12)), "mask": ()}),
-        _case("varlen, grouped", 40, 60, **pack, **grads),
-        _case("varlen, window", 40, 60, **{**pack, "mask": (Window(7, 5),)}),
-        _case("varlen, alibi", 40, 60, **{**pack, "scores": (AlibiRule(),)}),
-        _case("varlen, head_dim 40", 40, 60, **{**pack, "mask": ()}, head_dim=40, head_dim_v=40, **grads),
-        _case("varlen, V narrower", 40, 60, **pack, head_dim_v=40),
-        _case("varlen, scale 0.3", 40, 60, **{**pack, "mask": ()}, scale=0.3, **grads),
-        _case("varlen, bf16", 40, 60, **{**pack, "dtype": BF16}),
-        _case("varlen, softcap", 40, 60, **{**pack, "scores": (Softcap(2.0),)}, **grads),
-        _case("varlen, sink", 40, 60, **{**pack, "scores": (SinkRule(),)}),
-        _case("varlen with empty", 9, 40, **{**pack, "lengths": ((4, 0), (0, 9), (9, 40), (7, 3))}, **grads),
-        _case("cache", 1, 220, **decode),
-        _case("cache, 8 heads on 2", 1, 256, **{**decode, "heads_q": 8, "lengths": even}),
-        _case(
+        named("square", 128, 128, batch=2, **grads),
+        named("off the tile", 163, 163, **grads),
+        named("lengths apart", 40, 203, batch=2, **grads),
+        named("whole tiles of queries", 64, 90),
+        named("rising maximum", 70, 333, generator="rising maximum", **grads),
+        named("falling maximum", 70, 333, generator="falling maximum"),
+        named("large scores", 70, 200, generator="large scores"),
+        named("large scores, causal", 40, 40, generator="large scores", mask=(Causal(),)),
+        named("strongly negative", 40, 97, generator="strongly negative", **grads),
+        named("nan query", 37, 37, generator="nan query"),
+        named("fp16", 64, 128, dtype=FP16, **grads),
+        named("bf16", 64, 128, dtype=BF16, **grads),
+        named("large scores in bf16", 64, 128, dtype=BF16, generator="large scores"),
+        named("16k keys in fp16", 3, 16_411, dtype=FP16),
+        named("16k keys in bf16", 3, 16_411, dtype=BF16),
+        named("causal", 130, 130, batch=2, **causal),
+        named("causal, few queries", 40, 100, **causal),
+        named("causal, rows without keys", 100, 40, **causal),
+        named("causal from the top left", 40, 100, mask=(Causal("top-left"),), **grads),
+        named("gradient of the lse", 40, 72, lse_cotangent=True, **grads),
+        named("window", 100, 100, mask=(Window(7, 5),), **grads),
+        named("window of 0 and open", 40, 56, mask=(Window(0, None),)),
+        named("window open and beyond", 90, 40, mask=(Window(None, 60),)),
+        named("causal and window", 90, 90, mask=(Causal(), Window(20, None)), **grads),
+        named("boolean mask", 33, 70, batch=2, mask=(BooleanRule("bhqk", empty_row=True),), **grads),
+        named("boolean mask without heads", 33, 70, batch=2, mask=(BooleanRule("b1qk"),)),
+        named("6 heads on 3", 40, 72, batch=2, heads_q=6, heads_kv=3, **grads),
+        named("8 heads on 2", 40, 72, batch=2, heads_q=8, heads_kv=2, **grads),
+        named("6 heads on 2, causal", 70, 70, heads_q=6, **causal),
+        named("unequal dims", 40, 72, head_dim_v=40, **grads),
+        named("V wider", 40, 72, head_dim=40, **grads),
+        named("head_dim 40", 40, 72, head_dim=40, head_dim_v=40, **grads),
+        named("head_dim 160", 40, 72, head_dim=160, head_dim_v=160, **grads),
+        named("scale 0.3", 40, 72, scale=0.3, **grads),
+        named("scale -0.7", 40, 72, scale=-0.7, **grads),
+        named("softcap", 50, 70, scores=(Softcap(2.0),), **grads),
+        named("softcap, causal", 50, 70, scores=(Softcap(2.0),), mask=(Causal(),)),
+        named("softcap of large scores", 50, 70, scores=(Softcap(20.0),), generator="large scores"),
+        named("alibi", 50, 70, scores=(AlibiRule(),), **{**heads, "mask": (Causal(),)}),
+        named("alibi, not causal", 50, 70, scores=(AlibiRule(),), **heads),
+        named("alibi of each sequence", 50, 70, scores=(AlibiRule(True),), **heads),
+        named("alibi, grouped", 50, 70, scores=(AlibiRule(),), **{**heads, "heads_kv": 2, "mask": (Causal(),)}),
+        named("bias", 50, 70, scores=(BiasRule("bhqk"),), **heads),
+        named("bias that hides", 50, 70, scores=(BiasRule("bhqk", hide=True),), **heads),
+        named("bias without heads", 50, 70, scores=(BiasRule("b1qk"),), **heads),
+        named("bias without sequences", 50, 70, scores=(BiasRule("1hqk"),), **heads),
+        named("softcap, then bias", 50, 70, scores=(Softcap(2.0), BiasRule("b1qk"))),
+        named("bias, then softcap", 50, 70, scores=(BiasRule("bhqk"), Softcap(2.0)), **heads),
+        named("sink", 50, 70, scores=(SinkRule(),), **heads),
+        named("sink 30000", 50, 70, scores=(SinkRule(30000.0),)),
+        named("sink, rows without keys", 20, 6, scores=(SinkRule(0.5),), mask=(Causal(),)),
+        named("gapped", 37, 75, batch=2, memory="gapped", heads_q=4, heads_kv=4),
+        named("varlen", 64, 90, **varlen, **grads),
+        named("varlen, full", 64, 90, **{**varlen, "lengths": ((20, 30), (7, 70), (33, 12)), "mask": ()}),
+        named("varlen, grouped", 40, 60, **pack, **grads),
+        named("varlen, window", 40, 60, **{**pack, "mask": (Window(7, 5),)}),
+        named("varlen, alibi", 40, 60, **{**pack, "scores": (AlibiRule(),)}),
+        named("varlen, head_dim 40", 40, 60, **{**pack, "mask": ()}, head_dim=40, head_dim_v=40, **grads),
+        named("varlen, V narrower", 40, 60, **pack, head_dim_v=40),
+        named("varlen, scale 0.3", 40, 60, **{**pack, "mask": ()}, scale=0.3, **grads),
+        named("varlen, bf16", 40, 60, **{**pack, "dtype": BF16}),
+        named("varlen, softcap", 40, 60, **{**pack, "scores": (Softcap(2.0),)}, **grads),
+        named("varlen, sink", 40, 60, **{**pack, "scores": (SinkRule(),)}),
+        named("varlen with empty", 9, 40, **{**pack, "lengths": ((4, 0), (0, 9), (9, 40), (7, 3))}, **grads),
+        named("cache", 1, 220, **decode),
+        named("cache, 8 heads on 2", 1, 256, **{**decode, "heads_q": 8, "lengths": even}),
+        named(
             "cache, window",
             3,
             220,
             **{**decode, **few, "lengths": ((3, 9), (3, 150), (3, 77)), "mask": (Window(7, 5),)},
         ),
-        _case("cache, head_dim 80", 1, 220, **{**decode, "lengths": even}, head_dim=80, head_dim_v=80),
-        _case("cache, scale 0.3", 1, 220, **decode, scale=0.3),
-        _case("cache, fp16", 2, 220, **{**decode, **few, "lengths": ((2, 9), (2, 150), (2, 77)), "dtype": FP16}),
-        _case("cache, softcap", 1, 220, **decode, scores=(Softcap(2.0),)),
-        _case("cache, alibi", 1, 220, **{**decode, "heads_q": 8}, scores=(AlibiRule(),)),
-        _case("cache, sink", 1, 220, **{**decode, "heads_q": 8}, scores=(SinkRule(),)),
-        _case("cache with empty", 1, 96, **{**decode, "lengths": ((1, 0), (1, 40), (1, 96))}),
-        _case("pages of 16", 1, 220, **{**decode, "lengths": ((1, 50), (1, 200), (1, 77), (1, 33)), "page_size": 16}),
-        _case(
+        named("cache, head_dim 80", 1, 220, **{**decode, "lengths": even}, head_dim=80, head_dim_v=80),
+        named("cache, scale 0.3", 1, 220, **decode, scale=0.3),
+        named("cache, fp16", 2, 220, **{**decode, **few, "lengths": ((2, 9), (2, 150), (2, 77)), "dtype": FP16}),
+        named("cache, softcap", 1, 220, **decode, scores=(Softcap(2.0),)),
+        named("cache, alibi", 1, 220, **{**decode, "heads_q": 8}, scores=(AlibiRule(),)),
+        named("cache, sink", 1, 220, **{**decode, "heads_q": 8}, scores=(SinkRule(),)),
+        named("cache with empty", 1, 96, **{**decode, "lengths": ((1, 0), (1, 40), (1, 96))}),
+        named("pages of 16", 1, 220, **{**decode, "lengths": ((1, 50), (1, 200), (1, 77), (1, 33)), "page_size": 16}),
+        named(
             "append over pages",
             2,
             96,
             **{**decode, "lengths": ((2, 17), (2, 66), (2, 40)), "new_keys": 2, "page_size": 16},
         ),
-        _case("append", 2, 96, **{**decode, "lengths": ((2, 17), (2, 66), (2, 40)), "new_keys": 2}),
-        _case("pages of 17", 4, 170, **{**decode, **few, "page_size": 17}),
-        _case("full pages", 1, 96, **{**decode, "lengths": ((1, 48), (1, 64), (1, 16)), "page_size": 16}),
-        _case("pages apart", 1, 220, **{**decode, "page_size": 16, "memory": "halves"}),
-        _case("append to pages", 2, 220, **{**decode, "lengths": ((2, 2), (2, 200)), "new_keys": 2, "page_size": 16}),
-        _case("append, causal", 3, 220, **{**decode, **few, "lengths": ((3, 3), (3, 150), (3, 77)), "new_keys": 3}),
-        _case("int8 cache", 1, 220, **{**decode, "dtype": BF16, "cache_dtype": torch.int8, "page_size": 16}),
-        _case("e4m3 cache", 1, 77, **{**decode, "lengths": ((1, 40), (1, 77)), "dtype": BF16, "cache_dtype": E4M3}),
+        named("append", 2, 96, **{**decode, "lengths": ((2, 17), (2, 66), (2, 40)), "new_keys": 2}),
+        named("pages of 17", 4, 170, **{**decode, **few, "page_size": 17}),
+        named("full pages", 1, 96, **{**decode, "lengths": ((1, 48), (1, 64), (1, 16)), "page_size": 16}),
+        named("pages apart", 1, 220, **{**decode, "page_size": 16, "memory": "halves"}),
+        named("append to pages", 2, 220, **{**decode, "lengths": ((2, 2), (2, 200)), "new_keys": 2, "page_size": 16}),
+        named("append, causal", 3, 220, **{**decode, **few, "lengths": ((3, 3), (3, 150), (3, 77)), "new_keys": 3}),
+        named("int8 cache", 1, 220, **{**decode, "dtype": BF16, "cache_dtype": torch.int8, "page_size": 16}),
+        named("e4m3 cache", 1, 77, **{**decode, "lengths": ((1, 40), (1, 77)), "dtype": BF16, "cache_dtype": E4M3}),
     )
 
 
@@ -226,10 +227,12 @@ class Bench:
         found = answers.gradients if self.probe.case.gradients else answers.forward
         return {name: _truth(standard) for name, standard in found.items()}
 
-    def observe(self, subject: Subject, *, properties: bool = True, wrong_ones: bool = True) -> Observation:
+    def observe(
+        self, subject: Subject, *, properties: bool = True, wrong_ones: bool = True, gradients: bool = True
+    ) -> Observation:
         """Run a subject once, twice where ``properties`` asks whether calls repeat and leave their inputs alone.
         ``wrong_ones``: wrong results are asked for a second time, to see whether they come again; known faults'
-        are not."""
+        are not. ``gradients``: also where the probe has some."""
         inputs = self.probe.case.build(self.probe.poison)
         refused = subject.reasons(inputs)
         if refused:
@@ -237,10 +240,11 @@ class Bench:
         getattr(subject, "seen", []).clear()
         try:
             first, answers = None, None
-            if wrong_ones or not self.probe.case.gradients:
+            gradients = gradients and self.probe.case.gradients
+            if wrong_ones or not gradients:
                 first = run(subject, inputs)
                 answers = self._judged(first)
-            if self.probe.case.gradients and (answers is None or not answers["out"].failed):
+            if gradients and (answers is None or not answers["out"].failed):
                 fresh = properties or first is not None  # inputs that no call may have written into
                 asked = self.probe.case.build(self.probe.poison) if fresh else inputs
                 answers = self._with_gradients(subject, asked) or answers

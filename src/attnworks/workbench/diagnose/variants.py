@@ -37,11 +37,14 @@ TILED = (
     "correction rounded",
     "K of another tile",
     "numbered within their tile",
+    "moved tile numbered as unmoved",
     "masked in one tile only",
+    "empty rows give the mean",
     "window by tile",
     "one window for all queries",
     "lse of one tile",
     "window's first tile skipped",
+    "window's last tile skipped",
     "mask or bias at another address",
     "state of the rows before",
     "visible tiles of a mask skipped",
@@ -51,6 +54,7 @@ TILED = (
     "last tile only",
     "accumulator overwritten by each tile",
     "last partial tile dropped",
+    "last whole tile dropped",
     "tail keys unmasked",
     "tail rows unwritten",
     "causal by tile",
@@ -64,9 +68,23 @@ TILED = (
     "tail rows unwritten in dq",
     "K or V of another tile in backward",
     "dk, dv miss rows of the window",
+    "delta missing in the last tile",
+    "lse of some keys in backward",
+    "bias gradient unwritten where hidden",
+    "gradients of what is hidden unwritten",
 )
 # Those among them that leave the output right.
 BACKWARD = TILED[TILED.index("dq overwritten by each tile") :]
+# Their ways in which no size shows.
+SIZELESS = {
+    "one window for all queries": (0, 1),
+    "mask or bias at another address": (1, 3, 4, 5, 6, 8, 9),
+    "state of the rows before": (1,),
+    "last partial tile dropped": (1,),
+    "tail rows unwritten": (2, 3),
+    "causal by tile": (4,),
+    "empty rows give the mean": (0,),
+}
 # Faults that show elsewhere in kernels that take masks and biases as tensors.
 WRITTEN = (
     "causal hides itself",
@@ -81,6 +99,7 @@ WRITTEN = (
     "boolean mask inverted",
     "boolean mask ignored",
     "bias ignored",
+    "bias rounded",
     "bias scaled",
     "bias of head 0",
     "bias of sequence 0",
@@ -88,7 +107,10 @@ WRITTEN = (
     "mask or bias at another address",
     "visible tiles of a mask skipped",
 )
-SPLIT = ("splits averaged", "splits summed", "splits merged by another weight", "a split left out")
+SPLIT = (
+    *("splits averaged", "splits summed", "splits merged by another weight", "a split left out"),
+    *("splits overlap", "keys between splits left out"),
+)
 COARSE = (16, 32, 64, 128)  # those of all faults; the others are tried for faults that these bring near
 TILE_SIZES = (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 256)
 
@@ -107,6 +129,8 @@ UNWRITTEN = (
     "sequences left out in backward",
     "heads left out in backward",
     "gradients without queries unwritten",
+    "gradients of what is hidden unwritten",
+    "bias gradient unwritten where hidden",
 )
 # Faults that show in what a second call returns or in what the first one left behind.
 UNSTEADY = ("changes from call to call", "writes into q")
@@ -175,7 +199,8 @@ def variants(faults: Iterable[str] = tuple(FAULTS)) -> list[Variant]:
         ways = range(WAYS.get(fault, 0) + 1)
         found += [Variant(fault, way=way) for way in ways]
         if fault in TILED:
-            found += [Variant(fault, size, 0, way) for size in TILE_SIZES for way in ways]
+            sized = [way for way in ways if way not in SIZELESS.get(fault, ())]
+            found += [Variant(fault, size, 0, way) for size in TILE_SIZES for way in sized]
         if fault in WRITTEN:
             found += [Variant(fault, way=way, written=True) for way in ways]
         if fault in SPLIT:

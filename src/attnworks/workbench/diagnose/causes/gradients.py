@@ -17,10 +17,20 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             DS,
             "The row index of delta, also past tile borders.",
         ),
+        "delta of another size": Cause(
+            "dQ and dK wrong, dV right; right where delta is 0.",
+            DS,
+            "dP and delta must both have the scale, or neither.",
+        ),
         "delta of some channels": Cause(
             "dV right, dQ and dK wrong from a head dim on.",
             DS,
             "The sum runs over all channels of dO ∘ O, beyond one chunk or one thread's.",
+        ),
+        "delta missing in the last tile": Cause(
+            "dQ wrong in the rows past the last whole tile (or past the first one), dK with it; dV right.",
+            DS,
+            "The grid of the kernel that makes delta: a block for a part of a tile as well.",
         ),
         "delta of the accumulator": Cause(
             "dV right, dQ and dK wrong, more with more keys; right where a row's sum is 1.",
@@ -75,6 +85,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             DK,
             "The rows of a tile of keys: from the first that sees its first key to the last that sees its last.",
         ),
+        "dk, dv at the queries' offsets": Cause(
+            "Packed sequences: forward and dQ right, dK and dV lie elsewhere.",
+            "dK and dV of sequence b: rows cu_seqlens_k[b] … cu_seqlens_k[b + 1]",
+            "Which of the two offsets dK and dV are stored at.",
+        ),
+        "gradients of what is hidden unwritten": Cause(
+            "dK and dV of keys that no query sees, or dQ of rows that see no key, are what the memory held.",
+            "a key that no row sees: dK = dV = 0; a row that sees no key: dQ = 0",
+            "Tiles that are skipped must still be stored, or the buffers be cleared.",
+        ),
         "gradients without queries unwritten": Cause(
             "Packed sequences, some without queries: dK and dV of their keys hold what the memory held.",
             "dK = dV = 0 where no query is",
@@ -107,6 +127,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Grouped heads: dK, dV or both too small by the group's size.",
             DK,
             "A mean for a sum.",
+        ),
+        "heads mapped otherwise in backward": Cause(
+            "Forward right; grouped heads: gradients belong to another KV head, or come of another one's keys.",
+            "KV head of query head h: h // (heads_q / heads_kv), in backward as in forward",
+            "h % heads_kv in backward; a reshape to (group, heads_kv).",
         ),
         "dk, dv of one query head": Cause(
             "Grouped heads: dK and dV too small, dQ right.", DK, "The sum over the group's query heads."
@@ -156,6 +181,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             PBACK,
             "exp2 wants S and LSE in base 2, exp both natural.",
         ),
+        "lse of some keys in backward": Cause(
+            "Forward right; gradients wrong from two tiles of keys on, far too large.",
+            PBACK,
+            "Which LSE forward saves: that of all keys, after the last tile or the merge.",
+        ),
         "lse without the sink in backward": Cause(
             "With sinks: forward right, all gradients too large, each row by a factor of its own.",
             PBACK,
@@ -197,6 +227,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             PBACK,
             "Is the scale handed to the backward?",
         ),
+        "scores scaled otherwise in backward": Cause(
+            "Forward right; all gradients wrong, most where scores are large.",
+            PBACK,
+            "The scale of the recomputed scores: there once, with log2 e only for exp2.",
+        ),
         "scores plain in backward": Cause(
             "Forward right; gradients wrong with a softcap, ALiBi or a bias.",
             PBACK,
@@ -214,6 +249,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "dBias is 0.",
             "dBias = dS",
             "Is it returned?",
+        ),
+        "bias gradient unwritten where hidden": Cause(
+            "dBias under a mask: what the memory held in tiles that are skipped.",
+            "dBias = dS, 0 where hidden",
+            "The buffer is not cleared, and skipped tiles are not stored.",
         ),
         "bias gradient scaled": Cause("dBias off by the scale.", "dBias = dS", "dS before the scale is multiplied in."),
         "bias gradient in another place": Cause(

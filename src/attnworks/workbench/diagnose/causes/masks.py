@@ -71,6 +71,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "i and j count from the sequence's first query and key",
             "tile · tile_kv + lane, for keys and rows, wherever a number is compared.",
         ),
+        "moved tile numbered as unmoved": Cause(
+            "Masks and ALiBi: the last rows see keys of the future; right where rows fill whole tiles.",
+            "i and j count from the sequence's first query and key",
+            "A last tile that is moved back so that it ends with the rows: its number is where it was moved to.",
+        ),
         "masked in one tile only": Cause(
             "Masks: right on one tile of keys; on more, hidden keys of the other tiles take part.",
             MASK,
@@ -137,6 +142,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Causal and a window together: one of them is not there.",
             "a key must be shown by both",
             "Branches: if causal … elif window …",
+        ),
+        "masks joined by or": Cause(
+            "Two masks in a call: keys that one of them hides take part.",
+            MASK,
+            "Masks are joined by and: a key is seen where all of them show it.",
+        ),
+        "window's last tile skipped": Cause(
+            "A window: rows miss their latest keys, those in the last tile that their block needs.",
+            WINDOW,
+            "The loop's end: the tile of the last row's last key, rounded up.",
         ),
         "window's first tile skipped": Cause(
             "A window: the oldest keys of a block of rows are missing where the block's first one is inside a tile.",

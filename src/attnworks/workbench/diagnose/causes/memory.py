@@ -116,6 +116,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "queries by cu_seqlens_q, keys by cu_seqlens_kv",
             "Which offsets Q is read by.",
         ),
+        "output offsets from keys": Cause(
+            "Packed sequences: right where queries and keys begin at the same rows, else outputs lie elsewhere.",
+            "rows cu_seqlens_q[b] … cu_seqlens_q[b + 1] of the output are sequence b's",
+            "Which of the two offsets the epilogue has.",
+        ),
         "rows past the end unwritten": Cause(
             "Packed sequences: rows past cu_seqlens[-1] hold whatever lay in memory.",
             "rows past cu_seqlens[-1] are 0",
@@ -151,6 +156,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             PAGES,
             "One page number for both, looked up for the same tile.",
         ),
+        "one page for a tile": Cause(
+            "Right where a tile of keys lies in one page, or pages follow each other in memory.",
+            PAGES,
+            "The table is asked once for a tile; it must be asked for each page that the tile reaches into.",
+        ),
         "pages of another size": Cause(
             "Pages: right for one page size.",
             PAGES,
@@ -168,6 +178,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Decode with new keys: they do not count.",
             "cache[kv_lens[b] + n] = k_new[b, n] before reading",
             "The order.",
+        ),
+        "new keys for new values": Cause(
+            "Appended keys stand where appended values belong, or the other way round; what was in the cache is right.",
+            "V[length + n] = v_new[n], K[length + n] = k_new[n]",
+            "The append's second store, copied from its first.",
         ),
         "new keys in the wrong slot": Cause(
             "Decode with new keys: the newest old key is gone, or a slot that nobody wrote is read.",

@@ -8,6 +8,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
     "Sink, softcap, ALiBi, bias": {
         "sink ignored": Cause("With sinks: output too large, LSE too small.", SINK, "exp(sink - m) missing in l."),
         "sink scaled": Cause("With sinks: as with a sink nearer 0.", SINK, "The sink is in the units of S: no scale."),
+        "sink rounded": Cause(
+            "A sink: errors as large as its last bits in 16 bits.",
+            SINK,
+            "The sink is cast to the dtype of Q.",
+        ),
         "sink counted twice": Cause(
             "With sinks: as with a larger one; the more so the more splits there are.",
             SINK,
@@ -99,6 +104,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
         ),
         "bias of sequence 0": Cause(
             "A bias: the sequences are wrong, or all but the first.", BIAS, "The bias's batch stride."
+        ),
+        "bias rounded": Cause(
+            "A bias: errors as large as its last bits in 16 bits.",
+            BIAS,
+            "The bias is cast to the dtype of Q before it is added.",
         ),
         "bias scaled": Cause("A bias: as with a smaller one.", BIAS, "The bias is added after the scale."),
         "bias ignored": Cause("A bias: as without.", BIAS, "Is its pointer read, for every broadcast?"),

@@ -177,6 +177,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "number of tiles = ceil(seq_kv / tile_kv)",
             "Floor division in the number of tiles.",
         ),
+        "last whole tile dropped": Cause(
+            "Lengths that the tile divides are wrong, others right; one tile of keys is right.",
+            "all keys take part",
+            "(seq_kv - 1) // tile_kv tiles need no mask: one more comes after them, also where it is whole.",
+        ),
         "tail keys unmasked": Cause(
             "Right where seq_kv is a multiple of the tile; else too small, worst for very negative scores.",
             "S = -inf for j ≥ seq_kv",
@@ -211,6 +216,16 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Right with one split; with n splits about n times too large.",
             MERGE,
             "Partial outputs are normalised: they need the weights exp(LSE_n - LSE), not a plain sum.",
+        ),
+        "splits overlap": Cause(
+            "Wrong with several splits: the keys behind each split's end count twice.",
+            MERGE,
+            "A split's end is its own, not that of the tile that holds it.",
+        ),
+        "keys between splits left out": Cause(
+            "Wrong with several splits unless the keys divide evenly: some take no part.",
+            "all keys take part",
+            "The split's size rounded down; begins rounded up, ends rounded down to whole tiles.",
         ),
         "splits merged by another weight": Cause(
             "Right with one partial result; with more the output is off, the LSE right.",
@@ -268,6 +283,11 @@ SECTIONS: dict[str, dict[str, Cause]] = {
             "Only in fp32: relative errors near 1e-3 everywhere, 16-bit inputs right.",
             "products of fp32 inputs in fp32",
             "allow_tf32 / input_precision of the products.",
+        ),
+        "scaled Q rounded": Cause(
+            "16 bits: errors of a rounding of Q, in proportion to the scores.",
+            SCALE,
+            "Q times the scale (and log2 e) goes back into 16 bits before Q Kᵀ: multiply the fp32 scores.",
         ),
         "probs in fp8": Cause(
             "Relative errors of a few per cent everywhere, LSE right.",
