@@ -230,7 +230,7 @@ def right_pair_by_pair(
 
 
 @torch.no_grad()
-def right_pages_as_they_lie(
+def right_lowest_page_first(
     q, k_cache, v_cache, k=None, v=None, cache_seqlens=None, block_table=None, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, return_softmax_lse=False,
 ):  # fmt: skip
@@ -264,7 +264,7 @@ def right_pages_as_they_lie(
 
 
 @torch.no_grad()
-def right_scales_outside(
+def right_splits_that_double(
     q, k_cache, v_cache, kv_lens, page_table=None, k_scale=None, v_scale=None, mask=None, scale=None, return_lse=False
 ):
     """Right: what an 8-bit cache stores is multiplied as it is; K's scale is in the queries, V's is applied to the
