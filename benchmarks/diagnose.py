@@ -134,6 +134,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "cache lengths ignored": ("cache lengths ignored",),
     "longest length for all": ("longest length for all",),
     "length off by one": ("last key dropped", "one slot too many"),
+    "full last page left out": ("full last page left out",),
     "wrong page": (
         *("page repeated", "pages in order", "stale page"),
         *("pages of another size", "pages of K and V differ", "full last page left out"),
@@ -302,7 +303,7 @@ def diagnose_one(index: int, seed: int) -> Row:
 
 
 def sets() -> dict[str, list[HeldOut]]:
-    from workbench.held_out import FIFTH, FOURTH, SECOND, SEVENTH, SIXTH, SUBJECTS, THIRD
+    from workbench.held_out import EIGHTH, FIFTH, FOURTH, SECOND, SEVENTH, SIXTH, SUBJECTS, THIRD
 
     return {
         "first": SUBJECTS,
@@ -312,6 +313,7 @@ def sets() -> dict[str, list[HeldOut]]:
         "fifth": FIFTH,
         "sixth": SIXTH,
         "seventh": SEVENTH,
+        "eighth": EIGHTH,
     }
 
 
@@ -373,7 +375,7 @@ def markdown(rows: list[Row], found: dict[str, Any], header: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    names = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "all")
+    names = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "all")
     parser.add_argument("--set", dest="which", choices=names, default="all")
     parser.add_argument("--match", default="", help="only kernels whose name or cause holds this")
     parser.add_argument("--jobs", type=int, help="processes (default: one for each core)")

@@ -16,6 +16,13 @@ from workbench.held_out_kernels import (
     blocked,
     caches,
     eager,
+    eighth,
+    eighth_backward,
+    eighth_caches,
+    eighth_masks,
+    eighth_packed,
+    eighth_right,
+    eighth_softmax,
     fifth,
     fifth_backward,
     fifth_caches,
@@ -52,7 +59,7 @@ from workbench.held_out_kernels import (
 )
 from workbench.held_out_kernels.causes import CAUSES
 
-__all__ = ["CAUSES", "FIFTH", "FOURTH", "SECOND", "SEVENTH", "SIXTH", "SUBJECTS", "THIRD", "HeldOut"]
+__all__ = ["CAUSES", "EIGHTH", "FIFTH", "FOURTH", "SECOND", "SEVENTH", "SIXTH", "SUBJECTS", "THIRD", "HeldOut"]
 
 
 @dataclass(frozen=True)
@@ -616,3 +623,65 @@ SEVENTH: list[HeldOut] = [
 ]
 """A seventh set, what first versions of kernels get wrong, for what was changed in sight of the sets before it; all of
 it is right inside ``third.repaired()``. Faults that no cause says are of the cause "no word"."""
+
+EIGHTH: list[HeldOut] = [
+    # Which keys a row sees, grids and offsets.
+    _held_out(eighth.loop_without_the_shift, "flash", "causal loop ends early"),
+    _held_out(eighth.stages_of_unequal_tiles, "flash", "no word"),
+    _held_out(eighth.offs_m_against_offs_n, "flash", "causal top-left"),
+    _held_out(eighth.window_is_one_number, "flash", "no word"),
+    _held_out(eighth.range_excludes_its_end, "flash", "window off by one"),
+    _held_out(eighth.grid_rounded_down, "flash", "last query tile dropped"),
+    _held_out(eighth.sequence_begins_where_its_queries_do, "flash", "key offsets wrong"),
+    # The running softmax, merges, 16 bits, softcap and sinks.
+    _held_out(eighth_softmax.rescaling_put_off, "flash", "sum and accumulator not rescaled"),
+    _held_out(eighth_softmax.weights_are_exp_of_the_lse, "flash", "maximum not subtracted"),
+    _held_out(eighth_softmax.nothing_merged_with_nothing, "flash", "merge of empty splits"),
+    _held_out(eighth_softmax.workspace_like_the_queries, "flash", "low-precision accumulation"),
+    _held_out(eighth_softmax.sum_like_the_queries, "flash", "low-precision accumulation"),
+    _held_out(eighth_softmax.tanh_by_a_sigmoid, "flash", "no word"),
+    _held_out(eighth_softmax.sink_by_the_row_number, "flash", "sink of another head"),
+    _held_out(eighth_softmax.sinks_join_in_the_merge, "flash", "sink ignored"),
+    # Masks and biases that are tensors.
+    _held_out(eighth_masks.bias_added_without_alpha, "sdpa", "scale missing"),
+    _held_out(eighth_masks.mask_of_the_kv_head, "sdpa", "mask or bias broadcast wrong"),
+    _held_out(eighth_masks.taken_for_key_padding, "sdpa", "no word"),
+    _held_out(eighth_masks.softmax_of_nothing, "sdpa", "rows without keys"),
+    # Packed sequences.
+    _held_out(eighth_packed.one_boundary, "flash_varlen", "sequences mixed"),
+    _held_out(eighth_packed.merge_without_a_batch_stride, "flash_varlen", "output in another place"),
+    _held_out(eighth_packed.rows_to_spare_are_not_cleared, "attnworks_varlen", "rows past the end"),
+    _held_out(eighth_packed.backward_without_the_padding, "flash_varlen", "P from another LSE"),
+    # Caches.
+    _held_out(eighth_caches.last_page_without_a_mask, "flash_kvcache", "tail not masked"),
+    _held_out(eighth_caches.new_keys_counted_twice, "flash_kvcache", "slots past the end"),
+    _held_out(eighth_caches.length_modulo_the_page, "flash_kvcache", "full last page left out"),
+    _held_out(eighth_caches.values_at_the_query_head, "flash_kvcache", "K and V of different heads"),
+    _held_out(eighth_caches.distance_among_new_queries, "flash_kvcache", "ALiBi origin"),
+    _held_out(eighth_caches.no_window_over_the_context, "flash_kvcache", "window left end ignored"),
+    _held_out(eighth_caches.decode_is_always_causal, "flash_kvcache", "no word"),
+    _held_out(eighth_caches.scales_loaded_once, "attnworks_decode", "cache scale of another head"),
+    # Backward.
+    _held_out(eighth_backward.gradients_of_heads_in_turn, "flash", "no word"),
+    _held_out(eighth_backward.dp_as_wide_as_the_keys, "flash", "no word"),
+    _held_out(eighth_backward.keys_gradient_of_scaled_queries, "flash", "dK scaled twice"),
+    _held_out(eighth_backward.backward_is_always_causal, "flash", "no word"),
+    _held_out(eighth_backward.backward_without_the_left_end, "flash", "mask missing in backward"),
+    _held_out(eighth_backward.cap_of_hidden_scores, "flash", "no word"),
+    _held_out(eighth_backward.rows_of_the_head_that_follows, "flash", "no word"),
+    _held_out(eighth_backward.addition_without_an_atomic, "flash", "race"),
+    _held_out(eighth_backward.padded_keys_overflow, "flash", "padding in backward"),
+    # Nothing to be named: other models.
+    _held_out(eighth.sigmoid_of_each_score, "flash", None),
+    _held_out(eighth.output_under_a_gate, "flash", None),
+    _held_out(eighth_right.right_by_halves, "flash", None, right=True),
+    _held_out(eighth_right.right_channel_by_channel, "flash", None, right=True),
+    _held_out(eighth_right.right_running_mean, "sdpa", None, right=True),
+    _held_out(eighth_right.right_rows_outermost, "flash", None, right=True),
+    _held_out(eighth_right.right_in_powers_of_ten, "attnworks", None, right=True),
+    _held_out(eighth_right.right_pair_by_pair, "flash_varlen", None, right=True),
+    _held_out(eighth_right.right_lowest_page_first, "flash_kvcache", None, right=True),
+    _held_out(eighth_right.right_splits_that_double, "attnworks_decode", None, right=True),
+]
+"""An eighth set, what issue threads tell of most, for what was changed in sight of the sets before it; all of it is
+right inside ``third.repaired()``. Faults that no cause says are of the cause "no word"."""

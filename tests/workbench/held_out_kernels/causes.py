@@ -128,6 +128,7 @@ CAUSES = {
     "slots past the end": "as many slots past the cache's length are read as there are queries",
     "one window for all queries": "the window's left end is the last query's for all of them",
     "wrong page": "a page of a sequence is read from a place that the table does not name for it",
+    "full last page left out": "a sequence's last page is not read where it is full",
     "new keys not read": "appended keys are not attended to",
     "new keys in the wrong slot": "appended keys are written beside the place where they belong",
     "new keys of another sequence": "a sequence's cache gets the new keys of another one",
