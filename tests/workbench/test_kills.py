@@ -25,7 +25,7 @@ def _written() -> dict[str, list[str]]:
 def test_diagnose_names_faults_as_the_page_says() -> None:
     """A sample with seed 0; the whole is ``attnworks diagnose --kill-table --seeds 5``."""
     written = _written()
-    faults = [fault for fault in list(FAULTS)[9::12] if fault not in UNSEEN]
+    faults = [fault for fault in list(FAULTS)[9::20] if fault not in UNSEEN]
     assert len(faults) >= 9
     for fault, found in zip(faults, rank(faults), strict=True):
         assert 1 <= found.rank <= 2, fault
