@@ -172,7 +172,8 @@ void extreme_scores(const Kernels& kernels) {
           double mean = 0, mean_size = 0;
           for (int64_t r = 0; r < 300; r++) mean += equal.v.value(0, 0, r, c) / 300, mean_size += fabs(equal.v.value(0, 0, r, c)) / 300;
           for (int64_t r = 0; r < 7; r++)
-            expect(fabs(equal.out.value(0, 0, r, c) - mean) <= 8 * roundoff(dtype) * mean_size + 1e-6, equal.label + ": equal scores weigh differently");
+            expect(fabs(equal.out.value(0, 0, r, c) - mean) <= 8 * roundoff(dtype) * mean_size + 1e-6,
+                   equal.label + ": equal scores weigh differently");
         }
       }
   // the maximum rises in every tile, and falls
