@@ -16,26 +16,33 @@ void attend_keys_in_tiles(const ForwardProblem&, const ForwardTask&, const Forwa
                           int64_t first_key, int64_t end_key, int64_t packed_begin, float factor, Outliers, float* scratch);  // declared only, never called
 #else
 
-// Scores [begin, end) of a row become the pieces of exp(factor * scores - shift), at probs from begin / 2 on. With a factor they are rounded
-// before the maximum is subtracted, not fused with that: else the largest, if it is huge, would differ from itself. sum: its W lanes.
-template <typename T, bool STEPS>
-ATTNWORKS_INLINE void row_pieces(const float* scores, int64_t begin, int64_t end, float factor, float shift, float rescale, float* running_sum,
-                                 float* probs, int64_t piece) {
-  Vec sum0 = mul(load(running_sum), set1(rescale)), sum1 = zero();
-  for (int64_t at = begin; at < end; at += PANEL) {
-    Vec score0 = load(scores + at), score1 = load(scores + at + W);
-    // in_register, or the compiler would fuse the product with the difference
-    if (!STEPS && !scales_q<T>) score0 = in_register(mul(set1(factor), score0)), score1 = in_register(mul(set1(factor), score1));
-    const Vec prob0 = prob<STEPS, in_pairs<T> ? 4 : 5>(sub(score0, set1(shift)));
-    const Vec prob1 = prob<STEPS, in_pairs<T> ? 4 : 5>(sub(score1, set1(shift)));
+// A row's maximum is kept, and not sought, while a block's exponentials add up to at most this in every lane: so far, fp32 and the pieces of
+// bf16 are as exact as below 1. Of 256 keys a sum, and acc with it, can grow to W * KEPT_SUM / 256 = 512 times what the true maximum gives.
+constexpr float KEPT_SUM = 8192;
+// Larger maxima are not kept. A factor that waits until the exponential is fused with the difference there, so that a score differs from its
+// equal in the block that was rounded first by half an ulp: 2^-14 here, but all there is for huge ones.
+constexpr float KEPT_MAX = 1024;
+
+// `count` scores of a row, in whole panels, become the pieces of 2^exponent(scores). Their sum comes back, in its W lanes.
+template <typename T, typename Exponent>
+ATTNWORKS_INLINE Vec row_pieces(const float* scores, int64_t count, float* probs, int64_t piece, Exponent exponent) {
+  const auto prob = [&](const float* from) {
+    Vec whole;
+    const Vec mantissa = exp2_mantissa<in_pairs<T> ? 4 : 5>(exponent(load(from)), whole);
+    return scale_flushed(mantissa, whole);
+  };
+  Vec sum0 = zero(), sum1 = zero();
+#pragma GCC unroll 2
+  for (const float* end = scores + count; scores < end; scores += PANEL, probs += W) {
+    const Vec prob0 = prob(scores), prob1 = prob(scores + W);
     sum0 = add(sum0, prob0);
     sum1 = add(sum1, prob1);
     Vec pairs[PIECES<T>];
     split_pairs<PIECES<T>>(prob0, prob1, pairs);
 #pragma GCC unroll 4
-    for (int n = 0; n < PIECES<T>; n++) store(probs + n * piece + at / 2, pairs[n]);
+    for (int n = 0; n < PIECES<T>; n++) store(probs + n * piece, pairs[n]);
   }
-  store(running_sum, add(sum0, sum1));
+  return add(sum0, sum1);
 }
 
 // A micro-block of rows, of which those up to `last` are real, against the keys [first, end) of a packed tile; `tile` is its first key.
@@ -45,10 +52,10 @@ struct TileBlock {
   int64_t end() const { return round_up(end_key, PANEL); }
 };
 
-// scores = q k^T
+// scores = q k^T. Inlined into forward_rows it took the whole forward 5 % longer (bf16, head_dim 128).
 template <typename T, bool STEPS>
-static void scores_in_tiles(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const TileBlock& x, float factor,
-                            Outliers outliers, float* scratch) {
+__attribute__((noinline)) static void scores_in_tiles(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l,
+                                                      const TileBlock& x, float factor, Outliers outliers, float* scratch) {
   const int64_t block = x.row - task.row_begin;
   const Pieces q = {scratch + l.q + block * l.units, l.units, l.q_piece};
   float* scores = scratch + l.scores;
@@ -66,36 +73,61 @@ static void scores_in_tiles(const ForwardProblem& p, const ForwardTask& task, co
                                                      p.head_dim, scales_q<T> ? factor : 1.f);
 }
 
-// One step of the online softmax (Milakov & Gimelshein 2018, algorithm 3): scores become probs in pieces, acc is rescaled.
+// One step of the online softmax (Milakov & Gimelshein 2018, algorithm 3): scores become probs in pieces, acc is rescaled. Any number near a
+// row's maximum will do in its place, so that of the blocks before is tried first. Whether it did depends on the row's own scores alone.
 template <typename T, bool STEPS>
 static void softmax_in_tiles(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const VisibleKeys& visible,
                              const TileBlock& x, float factor, float* scratch) {
   constexpr int ROWS = BLOCK_Q<T>;
-  const int64_t block = x.row - task.row_begin;
+  const int64_t block = x.row - task.row_begin, begin = x.begin(), end = x.end();
   float *running_max = scratch + l.running_max + block, *running_sum = scratch + l.running_sum + block * W;
   float tile_max[ROWS], shift[ROWS], rescale[ROWS];
+  const FlushSubnormals flush;
   // A positive factor can wait until the exponential: it leaves the order of scores as it is.
   const bool late = !scales_q<T> && !STEPS && factor > 0;
+  const Vec multiplier = set1(late ? factor : 1.f), to_base_2 = set1(STEPS ? LOG2E : 1.f);
+  int sought[ROWS], count = 0;  // rows that need their maximum
   for (int r = 0; r < ROWS; r++) {
     float* scores = scratch + l.scores + r * SCORES_ROW;
-    if (!scales_q<T> && !late) scale_row(scores + x.begin(), x.end() - x.begin(), factor);
+    if (!scales_q<T> && !late) scale_row(scores + begin, end - begin, factor);
     // Rows past the last are computed like the last and never stored.
     modify_row<STEPS>(p, task, visible, smaller(x.row + r, x.last), x.tile, x.first_key, x.end_key, false, scores);
-    tile_max[r] = row_max<NV>(scores, x.begin(), x.end()) * (late ? factor : 1.f);
+    if (fabsf(running_max[r]) <= KEPT_MAX) {  // not -inf, what it is before any key
+      const Vec unit = STEPS ? to_base_2 : multiplier, minus = mul(set1(-running_max[r]), to_base_2);
+      const Vec sum = row_pieces<T>(scores + begin, end - begin, scratch + l.probs + r * PROBS_ROW + begin / 2, l.probs_piece,
+                                    [&](Vec score) { return !STEPS && scales_q<T> ? add(score, minus) : fma(unit, score, minus); });
+      if (all_at_most(sum, KEPT_SUM)) {
+        store(running_sum + r * W, add(load(running_sum + r * W), sum));
+        tile_max[r] = running_max[r];
+        continue;
+      }
+    }
+    tile_max[r] = row_max<NV>(scores, begin, end) * (late ? factor : 1.f);
+    sought[count++] = r;
   }
+  if (!count) return;
   raise_max<T, STEPS>(tile_max, running_max, shift, rescale);
   float* acc = scratch + l.acc + block * l.acc_stride;
-  for (int r = 0; r < ROWS; r++) {
-    row_pieces<T, STEPS>(scratch + l.scores + r * SCORES_ROW, x.begin(), x.end(), late ? factor : 1.f, shift[r], rescale[r], running_sum + r * W,
-                         scratch + l.probs + r * PROBS_ROW, l.probs_piece);
+  for (int n = 0; n < count; n++) {
+    const int r = sought[n];
+    const auto exponent = [&](Vec score) {
+      // Rounded before the maximum is subtracted, else the largest, if it is huge, would differ from itself: in_register keeps the compiler from
+      // fusing them.
+      if (!STEPS && !scales_q<T>) score = in_register(mul(multiplier, score));
+      const Vec difference = sub(score, set1(shift[r]));
+      return STEPS ? mul(difference, to_base_2) : difference;
+    };
+    const Vec sum = row_pieces<T>(scratch + l.scores + r * SCORES_ROW + begin, end - begin, scratch + l.probs + r * PROBS_ROW + begin / 2,
+                                  l.probs_piece, exponent);
+    store(running_sum + r * W, fma(set1(rescale[r]), load(running_sum + r * W), sum));
     if (rescale[r] != 1.f) scale_row(acc + r * l.acc_stride, l.acc_stride, rescale[r]);
   }
 }
 
 // acc += probs v
 template <typename T>
-static void values_in_tiles(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const TileBlock& x, Outliers outliers,
-                            float* scratch) {
+__attribute__((noinline)) static void values_in_tiles(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l,
+                                                      const TileBlock& x, Outliers outliers, float* scratch) {
   constexpr int N = PIECES<T>;
   const float* probs = scratch + l.probs;
   float* acc = scratch + l.acc + (x.row - task.row_begin) * l.acc_stride;

@@ -70,9 +70,9 @@ struct TileState<true> {
 ATTNWORKS_INLINE __m512i bits_of(Vec x) { return _mm512_castps_si512(x); }
 ATTNWORKS_INLINE Vec floats_of(__m512i x) { return _mm512_castsi512_ps(x); }
 ATTNWORKS_INLINE Vec toward_zero(Vec x) { return floats_of(_mm512_and_si512(bits_of(x), _mm512_set1_epi32((int)0xffff0000))); }
-ATTNWORKS_INLINE Vec to_nearest(Vec x) {  // ties away from zero
-  return toward_zero(floats_of(_mm512_add_epi32(bits_of(x), _mm512_set1_epi32(0x8000))));
-}
+// Of the result the upper half is x to nearest, ties away from zero.
+ATTNWORKS_INLINE Vec half_added(Vec x) { return floats_of(_mm512_add_epi32(bits_of(x), _mm512_set1_epi32(0x8000))); }
+ATTNWORKS_INLINE Vec to_nearest(Vec x) { return toward_zero(half_added(x)); }
 // The upper halves of x (the lower of each pair) and y.
 ATTNWORKS_INLINE Vec pair_halves(Vec x, Vec y) {
   return floats_of(_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(bits_of(x), 16), bits_of(y)));
@@ -92,11 +92,11 @@ ATTNWORKS_INLINE void split(Vec x, Vec (&pieces)[N]) {
     }
   }
 }
-// The same, a single piece rounded.
+// The same, a single piece rounded. Only upper halves are meant.
 template <int N>
 ATTNWORKS_INLINE void split_rounded(Vec x, Vec (&pieces)[N]) {
   if constexpr (N == 1)
-    pieces[0] = to_nearest(x);
+    pieces[0] = half_added(x);
   else
     split<N>(x, pieces);
 }
@@ -109,6 +109,25 @@ ATTNWORKS_INLINE void split_pairs(Vec x, Vec y, Vec (&pairs)[N]) {
 #pragma GCC unroll 4
   for (int n = 0; n < N; n++) pairs[n] = pair_halves(a[n], b[n]);
 }
+
+// scale_by_pow2 for where one FlushSubnormals lives, without the comparison: one of the eleven operations that a score costs.
+ATTNWORKS_INLINE Vec scale_flushed(Vec x, Vec whole) { return _mm512_scalef_ps(x, whole); }
+
+// While one lives, the thread's results are 0 where they would be subnormal.
+struct FlushSubnormals {
+  const unsigned before = _mm_getcsr();
+  FlushSubnormals() {
+    _mm_setcsr(before | _MM_FLUSH_ZERO_ON);
+    stores_come_first();  // and loads after
+  }
+  ~FlushSubnormals() {
+    stores_come_first();
+    _mm_setcsr(before);
+  }
+};
+
+// Not if there is a NaN.
+ATTNWORKS_INLINE bool all_at_most(Vec x, float most) { return _mm512_cmp_ps_mask(x, set1(most), _CMP_NLE_UQ) == 0; }
 
 // Whether pieces don't stand for some lane of x: it is infinite or NaN, or nearer to 0 than 2^-90 without being it, so that a piece or what it
 // adds to a sum may be subnormal, which tiles take for 0.

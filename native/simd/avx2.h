@@ -13,6 +13,7 @@ namespace attnworks::ATTNWORKS_ISA {
 constexpr int W = 8;
 constexpr int MR = 6, NV = 2;
 constexpr bool HAS_BF16_DOT = false;
+constexpr bool FLOORS = false;
 
 typedef __m256 Vec;
 

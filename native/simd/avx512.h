@@ -17,6 +17,7 @@ constexpr bool HAS_BF16_DOT = true;
 #else
 constexpr bool HAS_BF16_DOT = false;
 #endif
+constexpr bool FLOORS = true;
 
 typedef __m512 Vec;
 
@@ -42,13 +43,14 @@ ATTNWORKS_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 ATTNWORKS_INLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 ATTNWORKS_INLINE Vec choose(uint32_t bits, Vec a, Vec b) { return _mm512_mask_blend_ps((__mmask16)bits, b, a); }
 
+// scalef rounds its exponent down for itself, and takes any, so that x is `whole`.
 ATTNWORKS_INLINE Vec split_whole(Vec x, Vec& fraction) {
-  fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);  // one operation where roundscale is two
-  return sub(x, fraction);
+  fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);  // one operation where roundscale is two
+  return x;
 }
-// 0 for whole = -127, as on the other targets: scalef alone would give a subnormal there.
+// 0 where scalef alone would give a subnormal, for which it takes 30 times as long.
 ATTNWORKS_INLINE Vec scale_by_pow2(Vec x, Vec whole) {
-  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, set1(-127.f), _CMP_NLE_UQ), x, whole);
+  return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(whole, set1(-126.f), _CMP_NLT_UQ), x, whole);
 }
 
 ATTNWORKS_INLINE float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }

@@ -23,6 +23,7 @@ constexpr bool HAS_BF16_DOT = true;
 #else
 constexpr bool HAS_BF16_DOT = false;
 #endif
+constexpr bool FLOORS = false;
 
 typedef float Vec __attribute__((vector_size(4 * W)));
 typedef int32_t IntVec __attribute__((vector_size(4 * W)));
@@ -58,13 +59,14 @@ ATTNWORKS_INLINE Vec choose(uint32_t bits, Vec a, Vec b) {
 }
 
 // x = whole + fraction with |fraction| <= 1/2; `whole` comes back in the form that scale_by_pow2 wants. -127 <= x <= 127 or NaN.
+// Where it FLOORS, 0 <= fraction <= 1, for any x.
 ATTNWORKS_INLINE Vec split_whole(Vec x, Vec& fraction) {
   const Vec magic = set1(12582912.f + 127.f);  // 1.5 * 2^23: adding it rounds to integer; + 127: the exponent's bias
   Vec whole = x + magic;
   fraction = x - (whole - magic);
   return whole;
 }
-// x * 2^whole; exactly 0 for whole = -127. NaN stays NaN.
+// x * 2^whole; exactly 0 for whole = -127, and below where it FLOORS. NaN stays NaN.
 ATTNWORKS_INLINE Vec scale_by_pow2(Vec x, Vec whole) { return x * (Vec)((IntVec)whole << 23); }
 
 ATTNWORKS_INLINE float reduce_add(Vec x) {

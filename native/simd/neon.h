@@ -13,6 +13,7 @@ namespace attnworks::ATTNWORKS_ISA {
 constexpr int W = 4;
 constexpr int MR = 6, NV = 4;
 constexpr bool HAS_BF16_DOT = false;
+constexpr bool FLOORS = false;
 
 typedef float32x4_t Vec;
 

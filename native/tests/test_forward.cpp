@@ -168,6 +168,13 @@ void extreme_scores(const Kernels& kernels) {
         for (int64_t r = 0; r < 300; r++) equal.k.fill_row(0, 0, r, sign * size);
         equal.run(kernels);
         equal.check();
+        for (int64_t c = 0; c < 8; c++) {  // the bound grows with the scores; that equal ones weigh alike does not
+          double mean = 0, mean_size = 0;
+          for (int64_t r = 0; r < 300; r++) mean += equal.v.value(0, 0, r, c) / 300, mean_size += fabs(equal.v.value(0, 0, r, c)) / 300;
+          for (int64_t r = 0; r < 7; r++)
+            expect(fabs(equal.out.value(0, 0, r, c) - mean) <= 8 * roundoff(dtype) * mean_size + 1e-6,
+                   equal.label + ": equal scores weigh differently");
+        }
       }
   // the maximum rises in every tile, and falls
   for (bool rising : {true, false}) {
@@ -177,6 +184,37 @@ void extreme_scores(const Kernels& kernels) {
     x.run(kernels);
     x.check();
   }
+}
+
+// Scores that rise from tile to tile, fall or stay, each row's by as much as it likes, and tiles before them that hide by -inf: whether the
+// maximum of the tiles before will do for a row is its own affair, so it has the same bits alone.
+void rising_scores(const Kernels& kernels) {
+  const float rises[] = {0, 1, 5, 12, 20, 100, 1000, -5, -100, -1000};
+  for (DType dtype : DTYPES)
+    for (float scale : {1.f, -0.25f})
+      for (int64_t hidden : {0, 64, 70, 128}) {
+        Case x(kernels.isa, {1, 1, 1, 40, 400, 16, 24}, dtype, ALL, 192, 64, 0, scale);
+        x.label += " rising, " + std::to_string(hidden) + " hidden";
+        for (int64_t r = 0; r < 40; r++) {
+          x.q.put(0, 0, r, 0, rises[r * 7 % 10]);
+          x.q.put(0, 0, r, 1, 1);
+        }
+        for (int64_t j = 0; j < 400; j++) {
+          x.k.put(0, 0, j, 0, (float)(j / 64) / scale);
+          if (j < hidden) x.k.put(0, 0, j, 1, scale > 0 ? -INFINITY : INFINITY);
+        }
+        x.run(kernels);
+        x.check();
+        for (int64_t r = 0; r < 40; r++) {
+          Case alone(kernels.isa, {1, 1, 1, 1, 400, 16, 24}, dtype, ALL, 192, 64, 0, scale);
+          memcpy(alone.q.data(), x.q.at(0, 0, r, 0), 16 * size_of(dtype));
+          memcpy(alone.k.data(), x.k.data(), 400 * 16 * size_of(dtype));
+          memcpy(alone.v.data(), x.v.data(), 400 * 24 * size_of(dtype));
+          alone.run(kernels);
+          expect(memcmp(alone.out.data(), x.out.at(0, 0, r, 0), 24 * size_of(dtype)) == 0 && memcmp(alone.lse.data(), x.lse.at(0, 0, r, 0), 4) == 0,
+                 x.label + ": row " + std::to_string(r) + " has other bits alone");
+        }
+      }
 }
 
 // Next to nothing in v, and in k against queries that make up for it.
@@ -274,6 +312,7 @@ int main(int argc, char** argv) {
     skipped_tiles(*kernels);
     varlen(*kernels);
     extreme_scores(*kernels);
+    rising_scores(*kernels);
     tiny_numbers(*kernels);
     large_values(*kernels);
     not_finite(*kernels);

@@ -241,6 +241,34 @@ void extreme_biases(const Kernels& kernels) {
   expect(std::isnan(x.out[24]), x.label + ": NaN vanished");
 }
 
+// Biases that rise from tile to tile, fall or stay, each row's by as much as it likes: whether the maximum of the tiles before will do for a row
+// is its own affair, so it has the same bits alone.
+void rising_biases(const Kernels& kernels) {
+  const float rises[] = {0, 1, 5, 12, 20, 100, 1000, -5, -100, -1000};
+  for (DType dtype : DTYPES) {
+    Case x(kernels, "rising biases", dtype, 1, 1, 1, 40, 400, 16);
+    x.steps.push_back(x.bias(DType::float32, false, false, true, true));
+    for (int64_t i = 0; i < 40; i++)
+      for (int64_t j = 0; j < 400; j++)
+        x.steps[0].operand.put(i * 400 + j, i % 3 == 0 && j < 64 ? -INFINITY : rises[i * 7 % 10] * (float)(j / 64));
+    x.sink = {50};
+    x.prefill(kernels, 2, 192, 64);
+    x.check();
+    for (int64_t i = 0; i < 40; i++) {
+      Case alone(kernels, "alone", dtype, 1, 1, 1, 1, 400, 16);
+      alone.steps.push_back(alone.bias(DType::float32, false, false, true, true));
+      alone.sink = x.sink;
+      alone.k = x.k;
+      alone.v = x.v;
+      memcpy(alone.q.data(), (char*)x.q.data() + i * 16 * size_of(dtype), 16 * size_of(dtype));
+      memcpy(alone.steps[0].operand.data(), (float*)x.steps[0].operand.data() + i * 400, 400 * 4);
+      alone.prefill(kernels, 1, 192, 64);
+      expect(memcmp(alone.out.data(), (char*)x.out.data() + i * 16 * size_of(dtype), 16 * size_of(dtype)) == 0 && alone.lse[0] == x.lse[i],
+             x.label + ": row " + std::to_string(i) + " has other bits alone");
+    }
+  }
+}
+
 void maps(const Kernels& kernels) {
   const auto same_document = [](int64_t, int64_t, int64_t i, int64_t j) { return document(i) == document(j); };
   const auto blocks = [](int64_t b, int64_t h, int64_t i, int64_t j) { return (i / 96 + j / 64 + b + h) % 3 == 0; };
@@ -333,6 +361,7 @@ int main(int argc, char** argv) {
     softcap_values(*kernels);
     steps(*kernels);
     extreme_biases(*kernels);
+    rising_biases(*kernels);
     maps(*kernels);
     packed(*kernels);
     printf("%s: %d checks\n", kernels->isa, checks - before);
