@@ -207,7 +207,7 @@ def largest_score(
     """Of each row in the KV tiles from first_place to stop_place - 1, as an exponent of 2; -inf if it sees none."""
     factor = scale * LOG2E if FOLDED else 1.0
     largest = tl.full([q.shape[0]], -float("inf"), dtype=tl.float32)
-    for place in tl.range(first_place, stop_place, num_stages=1):  # one tile, or rarely: not worth a pipeline
+    for place in tl.range(first_place, stop_place, num_stages=1):  # rare: not worth a pipeline
         start = tile_at(place, tile_map, stop_place) * TILE_KV
         # fmt: off
         scores, _, _, _ = tile_scores(
