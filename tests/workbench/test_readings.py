@@ -20,9 +20,9 @@ from attnworks.workbench.diagnose import (
     tags,
 )
 from attnworks.workbench.diagnose.explain import _number, explain
-from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.nearest import Corpus
 from attnworks.workbench.diagnose.probes import probes
+from attnworks.workbench.diagnose.readings import Reading
 from attnworks.workbench.mutants import Mutant
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -4,7 +4,7 @@ constexpr float RESCALE_ABOVE = 8;  // in powers of 2: so far the maximum may gr
 constexpr float MOST_SUM = 8192;    // of a lane's part of a row's probs in one tile, with the maximum of the tiles before
 
 struct Rows {
-  float maximum[2];  // of factor · S so far (or up to RESCALE_ABOVE less), -inf before the first key
+  float maximum[2];  // of factor · S so far, or as much less as RESCALE_ABOVE and MOST_SUM let it be; -inf before any key
   float sum[2];      // this lane's part of Σ 2^(factor · S - maximum); with a minus: softmax_kept() found the maximum too low
   float scale[2];    // what O has to be multiplied by: after a tile of keys, or at the end
   bool grew;         // whether that is not 1 for a row of this warp
@@ -51,8 +51,9 @@ template <bool FIRST, bool OVER = false, int N> DEV void softmax(float (&S)[N], 
 // stay in range, and a sum says whether they did. So nobody looks for a maximum here, which took a quarter of the time:
 // a step of 64 rows and 128 keys took 880 cycles, 1100 beside one group that only issues products and 1320 beside two; of
 // a thread's instructions in it 64 comparisons by themselves 140, 260, 315, 64 multiply-adds 76, 95, 111 and 64
-// exponentials 521, 648, 709 (H200, 2026-12-01). False where a row of the warp needs another one (also its first, or for NaN): S is lost
-// then, and nothing else changed but such rows' sign. Which maximum a row has depends on its own scores alone.
+// exponentials 521, 648, 709 (H200, 2026-12-01). False where a row of the warp needs another one (also its first, or for
+// NaN): S is lost then, and nothing else changed but such rows' sign. Which maximum a row has depends on its own scores
+// alone.
 template <int N> DEV bool softmax_kept(float (&S)[N], Rows& rows, float factor) {
   float even[2] = {}, odd[2] = {};
 #pragma unroll

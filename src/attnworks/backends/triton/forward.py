@@ -179,7 +179,7 @@ def attend_with_one_maximum(
         largest = largest_score(
             q, k_head, v_head, table, tile_map, again, full_start, full_end, stop_place,
             b, kv_head, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides,
-            v_strides, TILE_KV, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, PAGE, WIDE, EQUAL_ROWS, DESCRIBED,
+            v_strides, TILE_KV, HEAD_DIM, BLOCK_D, PAGE, WIDE, EQUAL_ROWS, DESCRIBED,
             LEFT, RIGHT, TAIL, FOLDED, SCORE, MASK, PRECISION, q_rest, REST, BLOCK_REST,
         )
         shift = tl.where(in_range, shift, tl.where(largest == -float("inf"), 0.0, largest))
@@ -198,8 +198,8 @@ def attend_with_one_maximum(
 def largest_score(
     q, k_head, v_head, table, tile_map, first_place, full_start, full_end, stop_place,
     b, kv_head, heads, positions, seq_q, seq_kv, low, high, scale, score_operands, mask_operands, k_strides, v_strides,
-    TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE: tl.constexpr, WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
+    TILE_KV: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    WIDE: tl.constexpr, EQUAL_ROWS: tl.constexpr,
     DESCRIBED: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     q_rest, REST: tl.constexpr, BLOCK_REST: tl.constexpr,

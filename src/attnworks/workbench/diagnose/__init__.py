@@ -14,9 +14,9 @@ from typing import Any
 from attnworks.workbench.cases import Case
 from attnworks.workbench.diagnose import bounds, moved, operands, patterns, reading, stages, tags
 from attnworks.workbench.diagnose.answers import FAR
-from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.nearest import Candidate, Corpus, Progress
 from attnworks.workbench.diagnose.probes import Observation, Probe
+from attnworks.workbench.diagnose.readings import Reading
 from attnworks.workbench.diagnose.second_look import second_look
 from attnworks.workbench.diagnose.sentence import sentence
 from attnworks.workbench.diagnose.shrink import shrink
@@ -112,14 +112,14 @@ def diagnose(
     corpus = (corpus or Corpus(seed=seed)).view([Probe(case.with_seed(seed)) for case in cases])
     with fresh_memory_poisoned():
         seen = corpus.observe(subject, progress)
-        if not any(one.failed for one in seen) and not cases and (more := second_look(subject, seed)):
-            corpus = corpus.view(more)
-            seen = corpus.observe(subject, progress)
-        elif not any(one.failed for one in seen) and not cases:
-            failed = _search(subject, seed, progress)
-            if failed:
-                cases = list({result.case.name: result.case for result in failed}.values())
-                corpus = corpus.view([Probe(case) for case in cases[:SEARCHED]])
+        if not any(one.failed for one in seen) and not cases:
+            probes, failed = second_look(subject, seed), []
+            if not probes:
+                failed = _search(subject, seed, progress)
+                found = list({result.case.name: result.case for result in failed}.values())
+                probes = [Probe(case) for case in found[:SEARCHED]]
+            if probes:
+                corpus = corpus.view(probes)
                 seen = corpus.observe(subject, progress)
             if failed and not any(one.failed for one in seen):
                 return _by_checks(subject, seen, failed)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from attnworks.masks import Causal
-from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.patterns import weights
 from attnworks.workbench.diagnose.probes import Bench, Observation
+from attnworks.workbench.diagnose.readings import Reading
 from attnworks.workbench.subjects import Subject
 
 MOST_READ = 4  # probes

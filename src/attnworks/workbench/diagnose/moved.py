@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attnworks.workbench.diagnose.probes import Answer, Bench, Observation, Truth
+from attnworks.workbench.diagnose.readings import Reading
 
 MOST_ROWS = 400  # wrong ones that are looked up
 LEAST_ROWS = 3
@@ -22,14 +22,6 @@ _NOWHERE = {
     "dk": ("last tile missing in dk, dv", "sequences left out in backward", "heads left out in backward"),
     "dv": ("last tile missing in dk, dv", "sequences left out in backward", "heads left out in backward"),
 }
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Something that was read: in words, and the faults that it leaves, the likeliest first."""
-
-    said: str
-    faults: tuple[str, ...]
 
 
 def in_rows(benches: Sequence[Bench], seen: Sequence[Observation]) -> list[Reading]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.probes import Answer, Bench, Observation
+from attnworks.workbench.diagnose.readings import Reading
 from attnworks.workbench.oracle import score, softmax
 
 MOST_READ = 3  # probes

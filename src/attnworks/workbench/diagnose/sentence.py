@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.probes import Observation
+from attnworks.workbench.diagnose.readings import Reading
 
 _GRADIENTS = ("dq", "dk", "dv", "dbias", "dsink")
 _WORDS = {"dq": "dQ", "dk": "dK", "dv": "dV", "dbias": "the bias's gradient", "dsink": "the sink's gradient"}

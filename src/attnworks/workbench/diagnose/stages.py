@@ -16,8 +16,8 @@ from torch import Tensor
 
 from attnworks.scores import ALiBi
 from attnworks.workbench.cases import Case
-from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.probes import Bench, Observation
+from attnworks.workbench.diagnose.readings import Reading
 from attnworks.workbench.oracle import score, softmax
 from attnworks.workbench.subjects import Subject
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attnworks.workbench.cases import Case
-from attnworks.workbench.diagnose.moved import Reading
 from attnworks.workbench.diagnose.probes import Bench, Observation
+from attnworks.workbench.diagnose.readings import Reading
 from attnworks.workbench.inputs import Inputs
 from attnworks.workbench.oracle import score, softmax
 from attnworks.workbench.subjects import Subject
