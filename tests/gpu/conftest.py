@@ -41,13 +41,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> Iterator[dict[gpu_worker.Job, Future[gpu_worker.Found]]]:
-    """Of the jobs of a module's tests that were asked for, begun in the order in which they wait."""
+    """Of the jobs of a module's tests that were asked for, begun in the order in which they wait; by one of several
+    workers of pytest-xdist, which can't know which of them will be its own, each when its test asks for it."""
     here = (item for item in request.session.items if item.path == request.path and "job" in _parameters(item))
     wanted = [item.callspec.params["job"] for item in here]
+    one_of_several = "PYTEST_XDIST_WORKER" in os.environ
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(PROCESSES, context, gpu_worker.start) as pool:
-        yield {job: pool.submit(gpu_worker.check, *job) for job in wanted}
+    with ProcessPoolExecutor(1 if one_of_several else PROCESSES, context, gpu_worker.start) as pool:
+        found = _Found(pool)
+        for job in [] if one_of_several else wanted:
+            found[job]
+        yield found
         pool.shutdown(cancel_futures=True)
+
+
+class _Found(dict[gpu_worker.Job, "Future[gpu_worker.Found]"]):
+    """What is found of each job, begun when it is asked for first."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def __missing__(self, job: gpu_worker.Job) -> Future[gpu_worker.Found]:
+        self[job] = self.pool.submit(gpu_worker.check, *job)
+        return self[job]
 
 
 def _parameters(item: pytest.Item) -> dict[str, object]:
