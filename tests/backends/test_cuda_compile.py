@@ -18,9 +18,10 @@ import torch
 from attnworks import ALiBi, Bias, Causal, Sink, Softcap, Window, masks, scores
 from attnworks.backends import cuda
 from attnworks.backends.cuda import compile as compiler
-from attnworks.backends.cuda import launch, plans, split
+from attnworks.backends.cuda import launch, plans, source, split
 from attnworks.backends.cuda.source import MERGE_PARTS, PARTS, Variant, text
 from attnworks.problem import Problem
+from gpu_mutant import FAULTS, PROBLEMS
 
 needs_nvrtc = pytest.mark.skipif(bool(cuda.missing()), reason=cuda.missing() or "NVRTC is here")
 STRIDES = (4096, 256, 256)
@@ -77,10 +78,10 @@ VARIANTS = {
 # kernels the machine code: whoever changes it, also by a feature that they don't have, measures them again.
 MEASURED_WITH = "13.0.88"
 COMPILED = {
-    "64/64 full from 2048": "570e2084f284c6e5",
-    "128/128 full from 4096": "e8aaa5973c6920cd",
-    "192/192 any from 0": "ca862bfbddebf8ca",
-    "packed, window, softcap, sink, fp16, padded": "7423906ec12181ff",
+    "64/64 full from 2048": "0c8b88fb9e190a4a",
+    "128/128 full from 4096": "cb8dbcac83cd9c95",
+    "192/192 any from 0": "00dd42ad03dcae96",
+    "packed, window, softcap, sink, fp16, padded": "7b315a42cb585c55",
     "256/256 map from 0": "",
     "map, softcap, ALiBi, bias": "",
     "parts, bias": "",
@@ -184,7 +185,7 @@ def test_what_the_compiler_says_names_the_part_and_its_line(tmp_path: Path) -> N
 def test_a_second_process_finds_what_the_first_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = compiler.cubin(NOTHING, folder=tmp_path)
     (kept,) = tmp_path.iterdir()
-    monkeypatch.setattr(compiler._Nvrtc, "compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiler, "_nvrtc", lambda: pytest.fail("NVRTC was loaded, which takes longer than all else"))
     assert compiler.cubin(NOTHING, folder=tmp_path) == code
     assert [kept] == list(tmp_path.iterdir())
 
@@ -208,7 +209,7 @@ def test_text_options_and_compiler_each_have_files_of_their_own(
     compiler.cubin(NOTHING, folder=tmp_path)
     compiler.cubin(NOTHING + " ", folder=tmp_path)
     compiler.cubin(NOTHING, (*compiler.OPTIONS, "--use_fast_math"), tmp_path)
-    monkeypatch.setattr(compiler._nvrtc(), "version", "99.0")
+    monkeypatch.setattr(compiler, "_identity", lambda: "libnvrtc.so.99 1 1")
     compiler.cubin(NOTHING, folder=tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
 
@@ -261,3 +262,10 @@ def test_the_parts_are_in_the_wheel(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     held = {Path(name).name for name in ZipFile(wheel).namelist() if "/backends/cuda/" in name}
     assert {*PARTS, *MERGE_PARTS} <= held
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_faults_that_are_tried_on_a_card_have_their_place_in_the_text(fault: str) -> None:
+    problem, file, old, new = FAULTS[fault]
+    text = source._part(file)
+    assert problem in PROBLEMS and text.count(old) == 1 and new != old

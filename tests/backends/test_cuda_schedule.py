@@ -71,6 +71,9 @@ extern "C" int walk(const Params* p, int units, int block, int (*found)[6]) {
   }
   return count;
 }
+extern "C" void order(int tiles, int heads, int section, int (*found)[2]) {
+  for (int n = 0; n < tiles * heads; n++) place(n, tiles, heads, section, found[n][1], found[n][0]);
+}
 static const MergeParams* given;
 static void one_lane() {
   merge(*given);
@@ -93,17 +96,31 @@ extern "C" void put_together(const MergeParams* p, int blocks) {
 """
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def compiled(folder: Path, **chosen: int) -> ctypes.CDLL:
     macros = {"TILE_Q": TILE_Q, "TILE_KV": TILE_KV, "EXTENDED": 1, "PARTIAL": 1, "STREAM_K": 1}
-    macros |= dict.fromkeys(("SPLIT", "MAPPED", "VARLEN", "LEFT", "RIGHT", "LONGEST_FIRST"), 0)
+    macros |= dict.fromkeys(("SPLIT", "MAPPED", "VARLEN", "LEFT", "RIGHT", "LONGEST_FIRST", "SHORTEST_LAST"), 0)
     parts = "".join((TEXT / name).read_text() for name in ("stream_k.cuh", "schedule.cuh", "merge.cuh"))
-    text = "".join(f"#define {name} {value}\n" for name, value in macros.items()) + AROUND + parts + ENDS
-    folder = tmp_path_factory.mktemp("schedule")
+    text = "".join(f"#define {name} {value}\n" for name, value in (macros | chosen).items()) + AROUND + parts + ENDS
     (folder / "all.cpp").write_text(text)
     built = folder / "all.so"
     subprocess.run([COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-o", built, folder / "all.cpp"], check=True)
     return ctypes.CDLL(str(built))
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return compiled(tmp_path_factory.mktemp("schedule"))
+
+
+@pytest.mark.parametrize("order", ["LONGEST_FIRST", "SHORTEST_LAST"])
+def test_tiles_that_take_long_come_first_in_each_section_of_heads(order: str, tmp_path: Path) -> None:
+    tiles, heads, section = 5, 7, 3
+    found = ((ctypes.c_int * 2) * (tiles * heads))()
+    compiled(tmp_path, **{order: 1}).order(tiles, heads, section, found)
+    rows = range(tiles) if order == "SHORTEST_LAST" else range(tiles - 1, -1, -1)
+    sections = range(0, heads, section)
+    expected = [(h, t) for s in sections for t in rows for h in range(s, min(s + section, heads))]
+    assert [tuple(pair) for pair in found] == expected
 
 
 def problem(batch: int, heads: int, rows: int, keys: int) -> Problem:

@@ -225,6 +225,17 @@ def test_memory_that_tiles_are_described_in(kind):
         assert_close(other, one.double())
 
 
+@pytest.mark.parametrize("scale", [None, 4.0], ids=["usual", "maxima that rise"])
+@pytest.mark.parametrize("sizes", [(333, 333), (64, 1000), (1, 65)])
+@pytest.mark.parametrize("dim", [80, 128])
+def test_queries_held_in_registers_give_the_same_bits(dim, sizes, scale):
+    q, k, v = randn(2, 4, sizes[0], dim), *(randn(2, 2, sizes[1], dim) for _ in "kv")
+    found, expected = (attention(q, k, v, scale=scale, plan=plan) for plan in (DESCRIBED, replace(DESCRIBED, isa="")))
+    assert torch.equal(found, expected)
+    if scale is None:
+        assert_close(found, exact(q, k, v))
+
+
 def test_a_gradient_that_is_one_number_is_described_by_nothing():
     """Its strides are 0."""
     leaves = [randn(2, 4, 333, 64).requires_grad_() for _ in "qkv"]

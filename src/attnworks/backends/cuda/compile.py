@@ -133,8 +133,20 @@ def judged(text: str, shared: int, folder: Path | None = None) -> Compiled:
     return Compiled(shared, _registers(code), frame_bytes(code), warning=log.strip())
 
 
+@cache
+def _identity() -> str:
+    """Which NVRTC this is, by its file: to load 100 MB for its version takes a cached call longer than all else. Raises
+    ``CompileError``."""
+    path = library_path()
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise CompileError(f"NVRTC could not be loaded from {path!r}: {error}") from error
+    return f"{Path(path).name} {found.st_size} {found.st_mtime_ns}"
+
+
 def _path(text: str, options: tuple[str, ...], folder: Path | None) -> Path:
-    key = hashlib.sha256("\0".join((text, *options, version())).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((text, *options, _identity())).encode()).hexdigest()
     return (folder or cache_folder()) / f"{key}.cubin"
 
 

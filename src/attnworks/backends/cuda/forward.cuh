@@ -334,77 +334,99 @@ DEV void consume(const Shared& s, const Params& p, const TensorMap* out, int gro
     if (tile > first_tile()) wait_k();
   };
 
+  // A group all of whose 64 rows lie past the last one frees each buffer when it is filled, for the others. Of two groups
+  // it takes part all the same, as they take turns.
+  auto idle = [&] { return GROUPS == 3 && w.row + 64 * group >= w.rows; };
+  auto pass = [&] {
+    for (;; tile--) {
+      wait_k();
+      done_with_k();
+      wait_v();
+      done_with_v();
+      if (tile == first_tile()) break;
+    }
+  };
+
   if (PINGPONG && group == 1) named_arrive(2, 256);  // the first turn is group 0's
   if (!next_work()) {
     end_turns();
     return;
   }
-  wait_k();
-  fetch_bits();
-  pin(S);
-  scores();
-  begin_rows();
-  clear();
-  wgmma_wait<0>();
-  pin(S);
-  done_with_k();
-  first_probs();
-  to_operand(P, S);
-  if (tile > first_tile()) wait_k();
-  for (bool more = true; more;) {
-    const int first = first_tile();
+  bool more = true;
+  do {
+    if (idle()) {
+      pass();
+      more = next_work();
+      continue;
+    }
+    wait_k();
+    fetch_bits();
+    pin(S);
+    scores();
+    begin_rows();
+    clear();
+    wgmma_wait<0>();
+    pin(S);
+    done_with_k();
+    first_probs();
+    to_operand(P, S);
+    if (tile > first_tile()) wait_k();
+    for (bool joined = true; joined;) {
+      const int first = first_tile();
 #if MAPPED
-    while (tile > span.whole) step(true);  // listed last, walked first
+      while (tile > span.whole) step(true);  // listed last, walked first
 #endif
-    if (RIGHT) {  // down to the tiles that all rows see whole
-      const int whole = max(first, min(w.keys, w.row + d.high + 1) / TILE_KV);
-      while (tile > whole) step(true);
-    }
-    if (LEFT) {
-      const int whole = max(first, (w.row + TILE_Q - 1 + d.low + TILE_KV - 1) / TILE_KV);
-      while (tile > whole) step(false);
-      while (tile > first) step(true);
-    } else {
-      while (tile > first) step(false);
-    }
-    more = next_work();
-    if (more) {  // the last P V of this tile of rows beside the first S of the next
-      wait_k();
-      fetch_bits();
-      await_turn();
-      pin(S), pin(O), pin(P);
-      scores();
-      wait_v();
-      accumulate(true);
-      finish(rows, p, to, sink, lane);
-      wgmma_wait<1>();
-      pin(S);
-      done_with_k();
-      first_probs();
-      wgmma_wait<0>();
-      pin(O), pin(P);
-      done_with_v();
-      to_operand(P, S);
-      if (LATE_STORE && !is_part(to)) {
-        owe();
-        begin_rows();
-      } else {
-        put();
-        begin_rows();
-        clear();
+      if (RIGHT) {  // down to the tiles that all rows see whole
+        const int whole = max(first, min(w.keys, w.row + d.high + 1) / TILE_KV);
+        while (tile > whole) step(true);
       }
-      if (tile > first_tile()) wait_k();
-    } else {
-      wait_v();
-      pin(O), pin(P);
-      accumulate(false);
-      finish(rows, p, to, sink, lane);
-      wgmma_wait<0>();
-      pin(O);
-      done_with_v();
-      put();
+      if (LEFT) {
+        const int whole = max(first, (w.row + TILE_Q - 1 + d.low + TILE_KV - 1) / TILE_KV);
+        while (tile > whole) step(false);
+        while (tile > first) step(true);
+      } else {
+        while (tile > first) step(false);
+      }
+      more = next_work();
+      joined = more && !idle();
+      if (joined) {  // the last P V of this tile of rows beside the first S of the next
+        wait_k();
+        fetch_bits();
+        await_turn();
+        pin(S), pin(O), pin(P);
+        scores();
+        wait_v();
+        accumulate(true);
+        finish(rows, p, to, sink, lane);
+        wgmma_wait<1>();
+        pin(S);
+        done_with_k();
+        first_probs();
+        wgmma_wait<0>();
+        pin(O), pin(P);
+        done_with_v();
+        to_operand(P, S);
+        if (LATE_STORE && !is_part(to)) {
+          owe();
+          begin_rows();
+        } else {
+          put();
+          begin_rows();
+          clear();
+        }
+        if (tile > first_tile()) wait_k();
+      } else {
+        wait_v();
+        pin(O), pin(P);
+        accumulate(false);
+        finish(rows, p, to, sink, lane);
+        wgmma_wait<0>();
+        pin(O);
+        done_with_v();
+        put();
+      }
     }
-  }
+  } while (more);
   end_turns();
 #if BULK_STORE
   if (lane == 0) tma_store_wait();  // shared memory lasts as long as the thread block

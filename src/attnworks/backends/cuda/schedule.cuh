@@ -94,13 +94,14 @@ DEV Span listed(const Params& p, const Work& w) {
 }
 #endif
 
-// The n-th tile of `heads` heads with `tiles` tiles each. Under a causal mask long tiles go first, so that no long one is
-// left for the end, inside of sections of heads whose keys stay in L2.
+// The n-th tile of `heads` heads with `tiles` tiles each. Those that take long go first, so that none of them is left for
+// the end, inside of sections of heads whose keys stay in L2: the last rows of a causal mask, while of full attention
+// the last ones may leave groups idle.
 DEV void place(int n, int tiles, int heads, int section, int& tile, int& head) {
-  if (LONGEST_FIRST) {
+  if (LONGEST_FIRST || SHORTEST_LAST) {
     const int per = section * tiles, s = n / per, r = n - s * per, inside = min(section, heads - s * section);
     const int x = r / inside;
-    tile = tiles - 1 - x, head = s * section + (r - x * inside);
+    tile = LONGEST_FIRST ? tiles - 1 - x : x, head = s * section + (r - x * inside);
   } else {
     head = n / tiles, tile = n - head * tiles;
   }

@@ -15,7 +15,7 @@ from attnworks.backends import Launcher
 from attnworks.backends.triton import parts
 from attnworks.backends.triton.forward import combine, forward
 from attnworks.backends.triton.launch import Described, Launch, aligned, describer_of_rows
-from attnworks.backends.triton.plans import GROUPED, TMA, block, columns, keeps_maximum, register_limit
+from attnworks.backends.triton.plans import GROUPED, TMA, block, columns, holds_q, keeps_maximum, register_limit
 from attnworks.backends.triton.user_code import jit
 from attnworks.expressions.derivatives import derivative
 from attnworks.expressions.source import operand_facts
@@ -127,6 +127,8 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
     edges = bounds(replace(p, mask=()) if plan.visit_all else p)
     folded = modifiers.score is None and p.scale > 0 and p.kv_dtype is None
     even = p.form == "dense" and p.seq_kv % plan.tile_kv == 0
+    device = torch.device(p.device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     fixed = {
         "q_strides": p.q_strides, "k_strides": p.k_strides, "v_strides": p.v_strides,
         "out_strides": out_strides, "lse_strides": lse_strides, "split_strides": (out_size, lse_size),
@@ -142,14 +144,15 @@ def prepare(problem: Problem, plan: Plan) -> Launcher:
 
     def variant(described: bool) -> Launch:
         return Launch(
-            forward, (row_tiles * heads * sequences, splits), fixed | {"DESCRIBED": described},
+            forward, (row_tiles * heads * sequences, splits),
+            fixed | {"DESCRIBED": described, "HOLD_Q": described and holds_q(p, plan, capability)},
             num_warps=plan.warps, num_stages=plan.stages, **register_limit(p, plan),
         )  # fmt: skip
 
     launch = variant(False)
     described = (variant(True), *kv_describers(p, plan.tile_kv)) if plan.isa == TMA else None
     merge = _merge(p, splits, out_strides, lse_strides, (out_size, lse_size)) if splits > 1 else None
-    dtype, return_lse, device = p.dtype, p.return_lse, torch.device(p.device)
+    dtype, return_lse = p.dtype, p.return_lse
 
     def run(o: Operands) -> tuple[Tensor, Tensor | None]:
         out = torch.empty(out_shape, dtype=dtype, device=device)

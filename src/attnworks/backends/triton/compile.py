@@ -21,6 +21,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from attnworks.backends import Compiled
 from attnworks.backends.triton.launch import NOTED
+from attnworks.backends.triton.plans import holds_q
 from attnworks.masks import Bounds
 from attnworks.plan import Plan
 from attnworks.problem import Operands, Problem
@@ -67,8 +68,10 @@ def compile_plan(target: GPUTarget, problem: Problem, plan: Plan) -> list[tuple[
     for launch, tensors in noted:
         names = launch.kernel.arg_names[: len(tensors)]
         arguments = dict(zip(names, tensors, strict=True)) | launch.fixed
-        if target.backend != "cuda" and "KEEP_MAXIMUM" in arguments:
-            arguments["KEEP_MAXIMUM"] = False  # as plans.keeps_maximum would say there
+        if "KEEP_MAXIMUM" in arguments:  # as calls.prepare would have it there
+            cuda = target.backend == "cuda"
+            arguments["KEEP_MAXIMUM"] &= cuda
+            arguments["HOLD_Q"] = cuda and arguments["DESCRIBED"] and holds_q(problem, plan, divmod(target.arch, 10))
         found.append((launch.kernel.__name__, compile_for(target, launch.kernel, arguments, **launch.options)))
     return found
 

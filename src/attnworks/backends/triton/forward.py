@@ -42,14 +42,14 @@ def forward(
     EQUAL_ROWS: tl.constexpr, DESCRIBED: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TAIL: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr,
     SCORE: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
-    KEEP_MAXIMUM: tl.constexpr,
+    KEEP_MAXIMUM: tl.constexpr, HOLD_Q: tl.constexpr,
 ):  # fmt: skip
     """O and LSE of one tile of rows. Grid: (row tiles · heads · batch, splits); packed sequences have one batch entry
     more, for the rows after the last sequence. ``heads``: of KV if GROUPED, else of Q. Strides are (batch, head, row).
     EQUAL_ROWS: rows of K and V are equally far apart; DESCRIBED: K and V are tensor descriptors. ``scale`` multiplies
     Q Kᵀ; if FOLDED it is > 0 and there are no score modifiers. Without TAIL the keys end on a tile's edge. REST:
     columns of Q and K beyond the first HEAD_DIM, for all of which one power of two would be too wide. KEEP_MAXIMUM:
-    see ``attend_with_one_maximum``."""
+    see ``attend_with_one_maximum``; HOLD_Q: see ``plans.holds_q``."""
     row_tiles = tl.num_programs(0) // (heads * (batch if cu_seqlens_q is None else batch + 1))
     row_tile, head, b = task(tl.program_id(0), row_tiles, heads, RIGHT, RIGHT)
     if cu_seqlens_q is not None:
@@ -91,6 +91,8 @@ def forward(
     heads_wide = heads_q.to(tl.int64)
     q_offsets = positions.to(tl.int64) * q_strides[2] + heads_wide * q_strides[1]
     q_tile = load_tile(q + q_start, q_offsets, valid, HEAD_DIM, BLOCK_D, True)
+    if HOLD_Q:  # what is just loaded the compiler keeps in shared memory for the products, anything else in registers
+        q_tile = tl.where(valid[:, None], q_tile, 0.0)
     q_rest = None
     if REST:
         q_rest = load_tile(q + q_start + HEAD_DIM, q_offsets, valid, REST, BLOCK_REST, True)

@@ -157,6 +157,18 @@ def keeps_maximum(problem: Problem, plan: Plan) -> bool:
     return torch.version.hip is None and problem.form != "decode" and not plan.split_kv
 
 
+def holds_q(problem: Problem, plan: Plan, capability: tuple[int, int]) -> bool:
+    """Whether Q stays in registers, not in shared memory, as an operand of Hopper's matrix products. A product of 64
+    rows and 64 keys reads as many bytes of Q as of K there: without them a KV tile of D=128 takes 512 cycles of the
+    shared memory (copies 256, K 128, V 128) where it took 640, while the products' own are 512. Times as fast (H200,
+    bf16, 2026-12-01): D=128 without a mask at 1k, 4k, 16k 1.01 1.03 1.04; under a causal one 0.99 1.01 0.98, a window
+    0.98, documents 0.98, as the registers are needed. With tiles of 128 rows the products wait for each other; D=64,
+    whose exponentials are the limit, 0.92, with more registers 0.88."""
+    plain = not problem.mask and not problem.scores and problem.dtype != torch.float32
+    hopper = torch.version.hip is None and capability[0] == 9
+    return hopper and plain and block(problem.head_dim) == 128 and plan.isa == TMA and plan.tile_q == 64
+
+
 def generation(problem: Problem, schedule: str) -> Plan:
     """The plan by which ``attnworks generations`` shows a schedule of ``OLDER`` or "q_outer"."""
     if schedule == "q_outer":
