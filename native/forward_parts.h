@@ -94,6 +94,13 @@ ATTNWORKS_INLINE float row_max(const float* scores, int64_t begin, int64_t end) 
   return reduce_max(high[0]);
 }
 
+// The largest score of the first panel that has any but -inf.
+ATTNWORKS_INLINE float first_max(const float* scores, int64_t begin, int64_t end) {
+  float found = -INFINITY;
+  for (int64_t at = begin; at < end && found == -INFINITY; at += PANEL) found = row_max<NV>(scores, at, at + PANEL);
+  return found;
+}
+
 // exp(x) of a difference x of scores, which are in base 2 unless STEPS changed them.
 template <bool STEPS, int DEGREE>
 ATTNWORKS_INLINE Vec prob(Vec x) {

@@ -23,26 +23,24 @@ constexpr float KEPT_SUM = 8192;
 // equal in the block that was rounded first by half an ulp: 2^-14 here, but all there is for huge ones.
 constexpr float KEPT_MAX = 1024;
 
-// `count` scores of a row, in whole panels, become the pieces of 2^exponent(scores). Their sum comes back, in its W lanes.
+// `count` scores of a row, in whole panels, become the pieces of 2^exponent(scores). Returns `sum` and theirs, in its W lanes.
 template <typename T, typename Exponent>
-ATTNWORKS_INLINE Vec row_pieces(const float* scores, int64_t count, float* probs, int64_t piece, Exponent exponent) {
+ATTNWORKS_INLINE Vec row_pieces(Vec sum, const float* scores, int64_t count, float* probs, int64_t piece, Exponent exponent) {
   const auto prob = [&](const float* from) {
     Vec whole;
     const Vec mantissa = exp2_mantissa<in_pairs<T> ? 4 : 5>(exponent(load(from)), whole);
     return scale_flushed(mantissa, whole);
   };
-  Vec sum0 = zero(), sum1 = zero();
 #pragma GCC unroll 2
   for (const float* end = scores + count; scores < end; scores += PANEL, probs += W) {
     const Vec prob0 = prob(scores), prob1 = prob(scores + W);
-    sum0 = add(sum0, prob0);
-    sum1 = add(sum1, prob1);
+    sum = add(sum, add(prob0, prob1));
     Vec pairs[PIECES<T>];
     split_pairs<PIECES<T>>(prob0, prob1, pairs);
 #pragma GCC unroll 4
     for (int n = 0; n < PIECES<T>; n++) store(probs + n * piece, pairs[n]);
   }
-  return add(sum0, sum1);
+  return sum;
 }
 
 // A micro-block of rows, of which those up to `last` are real, against the keys [first, end) of a packed tile; `tile` is its first key.
@@ -73,11 +71,90 @@ __attribute__((noinline)) static void scores_in_tiles(const ForwardProblem& p, c
                                                      p.head_dim, scales_q<T> ? factor : 1.f);
 }
 
+// A score, in base 2 once `multiplier` is applied, as the exponent of its prob. Not fused a row's largest score is its own exponent 0, however
+// large it is.
+template <typename T>
+ATTNWORKS_INLINE Vec exponent_of(Vec score, Vec multiplier, Vec shift) {
+  return sub(scales_q<T> ? score : in_register(mul(multiplier, score)), shift);
+}
+template <typename T>
+ATTNWORKS_INLINE Vec fused_exponent_of(Vec score, Vec multiplier, Vec minus_shift) {
+  return scales_q<T> ? add(score, minus_shift) : fma(multiplier, score, minus_shift);
+}
+
+// probs = pieces of 2^(q k^T - shift), a panel's exponentials beside the next one's products, so that scores never leave L1. A row's shift is its
+// maximum of the blocks before or, of FIRST ones, of the panel that is multiplied first. Returns how many rows' did not serve, and puts them
+// into `sought`; or ALL, where none was tried: rows are at different stages, or have no number to try.
+constexpr int ALL = -1;
+template <typename T, bool FIRST>
+__attribute__((noinline)) static int probs_in_tiles(const ForwardTask& task, const ForwardLayout& l,
+                                                    const VisibleKeys& visible, const TileBlock& x, float factor, float* scratch, int* sought) {
+  constexpr int ROWS = BLOCK_Q<T>;
+  constexpr int64_t ROW = PANEL + W;  // mask_row's overrun
+  const int64_t block = x.row - task.row_begin, begin = x.begin(), end = x.end();
+  const int64_t whole_begin = larger(visible.begin(x.last) - x.tile, x.first_key), whole_end = smaller(visible.end(x.row) - x.tile, x.end_key);
+  float *running_max = scratch + l.running_max + block, *running_sum = scratch + l.running_sum + block * W;
+  alignas(64) float sums[ROWS * W], tried[ROWS];
+  float *fresh = scratch + l.scores, *ready = fresh + ROWS * ROW;
+  const FlushSubnormals flush;
+  const Pieces q = {scratch + l.q + block * l.units, l.units, l.q_piece};
+  const Vec multiplier = set1(scales_q<T> ? 1.f : factor);
+
+  // Of `ready`, which has the scores of the panel at `at`.
+  const auto hide = [&](int64_t at, int64_t from, int64_t until) {
+    if (at >= whole_begin && at + PANEL <= whole_end) return;
+    for (int64_t r = from; r < until; r++) {
+      const int64_t query = smaller(x.row + r, x.last);
+      const int64_t visible_begin = visible.begin(query) - x.tile, visible_end = visible.end(query) - x.tile;
+      mask_row(ready + r * ROW - at, at, at + PANEL, larger(visible_begin, x.first_key), smaller(visible_end, x.end_key));
+    }
+  };
+  const auto exponentials = [&](int64_t at, int64_t from, int64_t until) __attribute__((always_inline)) {
+    float* probs = scratch + l.probs + at / 2;
+    hide(at, from, until);
+    for (int64_t r = from; r < until; r++) {
+      const Vec shift = set1(FIRST ? tried[r] : -tried[r]);
+      const auto exponent = [&](Vec score) {
+        return FIRST ? exponent_of<T>(score, multiplier, shift) : fused_exponent_of<T>(score, multiplier, shift);
+      };
+      store(sums + r * W, row_pieces<T>(load(sums + r * W), ready + r * ROW, PANEL, probs + r * PROBS_ROW, l.probs_piece, exponent));
+    }
+  };
+
+  const int64_t steps = l.units / TILE, share = (ROWS + steps - 1) / steps;
+  for (int64_t at = begin; at < end; at += PANEL) {
+    tile_product_beside<PIECES<T>, SCORE_PRODUCTS<T>>(l.units, q, scratch + l.k + (at - x.packed_begin) * l.units, l.k_piece, fresh, ROW, share,
+                                                      at > begin ? ROWS : 0,
+                                                      [&](int64_t from, int64_t until) { exponentials(at - PANEL, from, until); });
+    stores_come_first();
+    float* const other = ready;
+    ready = fresh, fresh = other;
+    if (at > begin) continue;
+    hide(at, 0, ROWS);
+    for (int r = 0; r < ROWS; r++) {
+      tried[r] = FIRST ? first_max(ready + r * ROW, 0, PANEL) * (scales_q<T> ? 1.f : factor) : running_max[r];
+      if (!(fabsf(tried[r]) <= KEPT_MAX) || FIRST != (running_max[r] == -INFINITY)) return ALL;
+      store(sums + r * W, zero());
+    }
+  }
+  exponentials(end - PANEL, 0, ROWS);
+  int count = 0;
+  for (int r = 0; r < ROWS; r++) {
+    const Vec sum = load(sums + r * W);
+    if (all_at_most(sum, KEPT_SUM))
+      running_max[r] = tried[r], store(running_sum + r * W, add(load(running_sum + r * W), sum));
+    else
+      sought[count++] = r;
+  }
+  return count;
+}
+
 // One step of the online softmax (Milakov & Gimelshein 2018, algorithm 3): scores become probs in pieces, acc is rescaled. Any number near a
-// row's maximum will do in its place, so that of the blocks before is tried first. Whether it did depends on the row's own scores alone.
+// row's maximum will do in its place, so that of the blocks before is tried first, or of the first panel that it sees anything of. Whether it
+// did depends on the row's own scores alone. Of `count` rows that have been tried they are in `sought`.
 template <typename T, bool STEPS>
 static void softmax_in_tiles(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const VisibleKeys& visible,
-                             const TileBlock& x, float factor, float* scratch) {
+                             const TileBlock& x, float factor, float* scratch, int* sought, int count) {
   constexpr int ROWS = BLOCK_Q<T>;
   const int64_t block = x.row - task.row_begin, begin = x.begin(), end = x.end();
   float *running_max = scratch + l.running_max + block, *running_sum = scratch + l.running_sum + block * W;
@@ -86,39 +163,49 @@ static void softmax_in_tiles(const ForwardProblem& p, const ForwardTask& task, c
   // A positive factor can wait until the exponential: it leaves the order of scores as it is.
   const bool late = !scales_q<T> && !STEPS && factor > 0;
   const Vec multiplier = set1(late ? factor : 1.f), to_base_2 = set1(STEPS ? LOG2E : 1.f);
-  int sought[ROWS], count = 0;  // rows that need their maximum
-  for (int r = 0; r < ROWS; r++) {
+  const auto exponent = [&](Vec score, Vec shift) {
+    return STEPS ? mul(sub(score, shift), to_base_2) : exponent_of<T>(score, multiplier, shift);
+  };
+  const auto fused_exponent = [&](Vec score, Vec minus_shift) {
+    return STEPS ? fma(to_base_2, score, mul(minus_shift, to_base_2)) : fused_exponent_of<T>(score, multiplier, minus_shift);
+  };
+  const auto pieces = [&](int r, auto exponent) __attribute__((always_inline)) {
+    return row_pieces<T>(zero(), scratch + l.scores + r * SCORES_ROW + begin, end - begin, scratch + l.probs + r * PROBS_ROW + begin / 2,
+                         l.probs_piece, exponent);
+  };
+  const bool all = count == ALL;
+  if (all) count = 0;
+  for (int r = 0, next = 0; r < ROWS; r++) {
     float* scores = scratch + l.scores + r * SCORES_ROW;
+    tile_max[r] = running_max[r];
+    if (!all && (next == count || sought[next] != r)) continue;
     if (!scales_q<T> && !late) scale_row(scores + begin, end - begin, factor);
     // Rows past the last are computed like the last and never stored.
     modify_row<STEPS>(p, task, visible, smaller(x.row + r, x.last), x.tile, x.first_key, x.end_key, false, scores);
-    if (fabsf(running_max[r]) <= KEPT_MAX) {  // not -inf, what it is before any key
-      const Vec unit = STEPS ? to_base_2 : multiplier, minus = mul(set1(-running_max[r]), to_base_2);
-      const Vec sum = row_pieces<T>(scores + begin, end - begin, scratch + l.probs + r * PROBS_ROW + begin / 2, l.probs_piece,
-                                    [&](Vec score) { return !STEPS && scales_q<T> ? add(score, minus) : fma(unit, score, minus); });
-      if (all_at_most(sum, KEPT_SUM)) {
-        store(running_sum + r * W, add(load(running_sum + r * W), sum));
-        tile_max[r] = running_max[r];
-        continue;
+    if (all) {
+      const bool first = running_max[r] == -INFINITY;
+      const float tried = first ? first_max(scores, begin, end) * (late ? factor : 1.f) : running_max[r];
+      if (fabsf(tried) <= KEPT_MAX) {  // not -inf, where no key is seen
+        const Vec sum = first ? pieces(r, [&](Vec score) { return exponent(score, set1(tried)); })
+                              : pieces(r, [&](Vec score) { return fused_exponent(score, set1(-tried)); });
+        if (all_at_most(sum, KEPT_SUM)) {
+          store(running_sum + r * W, add(load(running_sum + r * W), sum));
+          running_max[r] = tile_max[r] = tried;
+          continue;
+        }
       }
+      sought[count++] = r;
+    } else {
+      next++;
     }
     tile_max[r] = row_max<NV>(scores, begin, end) * (late ? factor : 1.f);
-    sought[count++] = r;
   }
   if (!count) return;
   raise_max<T, STEPS>(tile_max, running_max, shift, rescale);
   float* acc = scratch + l.acc + block * l.acc_stride;
   for (int n = 0; n < count; n++) {
     const int r = sought[n];
-    const auto exponent = [&](Vec score) {
-      // Rounded before the maximum is subtracted, else the largest, if it is huge, would differ from itself: in_register keeps the compiler from
-      // fusing them.
-      if (!STEPS && !scales_q<T>) score = in_register(mul(multiplier, score));
-      const Vec difference = sub(score, set1(shift[r]));
-      return STEPS ? mul(difference, to_base_2) : difference;
-    };
-    const Vec sum = row_pieces<T>(scratch + l.scores + r * SCORES_ROW + begin, end - begin, scratch + l.probs + r * PROBS_ROW + begin / 2,
-                                  l.probs_piece, exponent);
+    const Vec sum = pieces(r, [&](Vec score) { return exponent(score, set1(shift[r])); });
     store(running_sum + r * W, fma(set1(rescale[r]), load(running_sum + r * W), sum));
     if (rescale[r] != 1.f) scale_row(acc + r * l.acc_stride, l.acc_stride, rescale[r]);
   }
@@ -149,8 +236,17 @@ static void attend_keys_in_tiles(const ForwardProblem& p, const ForwardTask& tas
                                  float* scratch) {
   static_assert(NV == 2);
   const TileBlock x = {row, smaller(row + BLOCK_Q<T>, task.row_end) - 1, tile, first_key, end_key, packed_begin};
-  scores_in_tiles<T, STEPS>(p, task, l, x, factor, outliers, scratch);
-  softmax_in_tiles<T, STEPS>(p, task, l, visible, x, factor, scratch);
+  int sought[BLOCK_Q<T>], count = ALL;
+  const bool plain = !STEPS && !task.modifiers.places && !outliers.q && !outliers.k && (scales_q<T> || factor > 0);
+  if (plain) {
+    const bool first = scratch[l.running_max + (row - task.row_begin)] == -INFINITY;
+    count = first ? probs_in_tiles<T, true>(task, l, visible, x, factor, scratch, sought)
+                  : probs_in_tiles<T, false>(task, l, visible, x, factor, scratch, sought);
+  }
+  if (count) {
+    scores_in_tiles<T, STEPS>(p, task, l, x, factor, outliers, scratch);
+    softmax_in_tiles<T, STEPS>(p, task, l, visible, x, factor, scratch, sought, count);
+  }
   values_in_tiles<T>(p, task, l, x, outliers, scratch);
 }
 #endif

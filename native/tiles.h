@@ -164,6 +164,19 @@ ATTNWORKS_INLINE void tile_multiply_add(const float* a, int64_t a_row, int64_t a
   }
 }
 
+ATTNWORKS_INLINE void clear_tiles() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+ATTNWORKS_INLINE void store_tiles(float* c, int64_t c_row) {
+  _tile_stored(0, c, c_row * 4);
+  _tile_stored(1, c + TILE, c_row * 4);
+  _tile_stored(2, c + TILE * c_row, c_row * 4);
+  _tile_stored(3, c + TILE * c_row + TILE, c_row * 4);
+}
+
 // c[32][32 columns] = a b, or += a b if ADD, for 32 rows of a and one panel of b, over `units`, a multiple of TILE.
 template <int N, int LAST, bool ADD>
 ATTNWORKS_INLINE void tile_product(int64_t units, Pieces a, const float* b, int64_t b_piece, float* c, int64_t c_row) {
@@ -174,16 +187,26 @@ ATTNWORKS_INLINE void tile_product(int64_t units, Pieces a, const float* b, int6
     _tile_loadd(2, c + TILE * c_row, c_row * 4);
     _tile_loadd(3, c + TILE * c_row + TILE, c_row * 4);
   } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    clear_tiles();
   }
   for (int64_t u = 0; u < units; u += TILE) tile_multiply_add<N, LAST>(a.data + u, a.row, a.piece, b + u * PANEL, b_piece);
-  _tile_stored(0, c, c_row * 4);
-  _tile_stored(1, c + TILE, c_row * 4);
-  _tile_stored(2, c + TILE * c_row, c_row * 4);
-  _tile_stored(3, c + TILE * c_row + TILE, c_row * 4);
+  store_tiles(c, c_row);
+}
+
+// c[32][32 columns] = a b, and after each of its steps others(begin, end): `share` of `count` rows of something else. While tiles are multiplied
+// vectors have one port for arithmetic, not two; but what either of them waits for from L2 the other's work hides.
+template <int N, int LAST, typename Others>
+ATTNWORKS_INLINE void tile_product_beside(int64_t units, Pieces a, const float* b, int64_t b_piece, float* c, int64_t c_row, int64_t share,
+                                          int64_t count, Others others) {
+  stores_come_first();
+  clear_tiles();
+  for (int64_t u = 0, begin = 0; u < units; u += TILE) {
+    tile_multiply_add<N, LAST>(a.data + u, a.row, a.piece, b + u * PANEL, b_piece);
+    const int64_t end = begin + share < count ? begin + share : count;
+    others(begin, end);
+    begin = end;
+  }
+  store_tiles(c, c_row);
 }
 
 static double tile_flops(int64_t iterations) {
