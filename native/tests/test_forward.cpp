@@ -192,16 +192,19 @@ void rising_scores(const Kernels& kernels) {
   const float rises[] = {0, 1, 5, 12, 20, 100, 1000, -5, -100, -1000};
   for (DType dtype : DTYPES)
     for (float scale : {1.f, -0.25f})
-      for (int64_t hidden : {0, 64, 70, 128}) {
+      for (int64_t hidden : {0, 64, 70, 128, -64}) {  // from all rows or, where negative, from some: by a product that overflows
+        if (hidden < 0 && dtype == DType::float16) continue;
+        const float large = hidden < 0 ? 0x1p100f : INFINITY;
         Case x(kernels.isa, {1, 1, 1, 40, 400, 16, 24}, dtype, ALL, 192, 64, 0, scale);
         x.label += " rising, " + std::to_string(hidden) + " hidden";
         for (int64_t r = 0; r < 40; r++) {
-          x.q.put(0, 0, r, 0, rises[r * 7 % 10]);
-          x.q.put(0, 0, r, 1, 1);
+          x.q.put(0, 0, r, 0, rises[hidden < 0 ? r % 4 : r * 7 % 10]);  // no huge maxima, which all rows of a block would wait for
+          x.q.put(0, 0, r, 1, hidden >= 0 ? 1 : r % 8 ? 0 : large);
         }
         for (int64_t j = 0; j < 400; j++) {
           x.k.put(0, 0, j, 0, (float)(j / 64) / scale);
-          if (j < hidden) x.k.put(0, 0, j, 1, scale > 0 ? -INFINITY : INFINITY);
+          if (hidden < 0) x.k.put(0, 0, j, 1, 0);
+          if (j < std::abs(hidden)) x.k.put(0, 0, j, 1, scale > 0 ? -large : large);
         }
         x.run(kernels);
         x.check();
