@@ -137,6 +137,7 @@ static void forward_rows(const ForwardProblem& p, const ForwardTask& task, float
   memset(scratch + l.acc, 0, blocks * l.acc_stride * 4);
   memset(scratch + l.running_sum, 0, (size_t)blocks * W * 4);
   for (int64_t r = 0; r < blocks / BLOCK_Q<T> * ROW_STATE<T>; r++) scratch[l.running_max + r] = -INFINITY;
+  if constexpr (in_tiles) memset(scratch + l.outgrown, 0, blocks / BLOCK_Q<T> * 4);
 
   const int64_t first = p.visit_all ? 0 : visible.begin(task.row_begin), end = p.visit_all ? task.seq_kv : visible.end(task.row_end - 1);
   for (int64_t tile = first / l.tile_kv * l.tile_kv; tile < end; tile += l.tile_kv) {

@@ -27,7 +27,9 @@ struct ForwardLayout {
   int64_t panel_stride; // of packed v
   int64_t q_piece, k_piece, v_piece, probs_piece;  // between the pieces that tiles multiply
   int64_t q, k, v, key_bias, acc, scores, probs, running_max, running_sum;
-  int64_t q_outliers, k_outliers, v_outliers, size;  // marks, a byte a row
+  int64_t q_outliers, k_outliers, v_outliers;  // marks, a byte a row
+  int64_t outgrown;  // of a micro-block: for so many tiles more it is not tried to do without the scores of a whole tile
+  int64_t size;
 };
 
 template <typename T>
@@ -62,6 +64,7 @@ static ForwardLayout forward_layout(const ForwardProblem& p) {
   l.q_outliers = region(marks_q);
   l.k_outliers = region(marks_kv);
   l.v_outliers = region(marks_kv);
+  l.outgrown = region(in_tiles ? l.tile_q / BLOCK_Q<T> : 0);
   l.size = at;
   return l;
 }

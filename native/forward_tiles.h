@@ -151,9 +151,9 @@ __attribute__((noinline)) static int probs_in_tiles(const ForwardTask& task, con
 
 // One step of the online softmax (Milakov & Gimelshein 2018, algorithm 3): scores become probs in pieces, acc is rescaled. Any number near a
 // row's maximum will do in its place, so that of the blocks before is tried first, or of the first panel that it sees anything of. Whether it
-// did depends on the row's own scores alone. Of `count` rows that have been tried they are in `sought`.
+// did depends on the row's own scores alone. Of `count` rows that have been tried they are in `sought`. Returns of how many rows it did not.
 template <typename T, bool STEPS>
-static void softmax_in_tiles(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const VisibleKeys& visible,
+static int softmax_in_tiles(const ForwardProblem& p, const ForwardTask& task, const ForwardLayout& l, const VisibleKeys& visible,
                              const TileBlock& x, float factor, float* scratch, int* sought, int count) {
   constexpr int ROWS = BLOCK_Q<T>;
   const int64_t block = x.row - task.row_begin, begin = x.begin(), end = x.end();
@@ -200,7 +200,7 @@ static void softmax_in_tiles(const ForwardProblem& p, const ForwardTask& task, c
     }
     tile_max[r] = row_max<NV>(scores, begin, end) * (late ? factor : 1.f);
   }
-  if (!count) return;
+  if (!count) return 0;
   raise_max<T, STEPS>(tile_max, running_max, shift, rescale);
   float* acc = scratch + l.acc + block * l.acc_stride;
   for (int n = 0; n < count; n++) {
@@ -209,6 +209,7 @@ static void softmax_in_tiles(const ForwardProblem& p, const ForwardTask& task, c
     store(running_sum + r * W, fma(set1(rescale[r]), load(running_sum + r * W), sum));
     if (rescale[r] != 1.f) scale_row(acc + r * l.acc_stride, l.acc_stride, rescale[r]);
   }
+  return count;
 }
 
 // acc += probs v
@@ -237,16 +238,17 @@ static void attend_keys_in_tiles(const ForwardProblem& p, const ForwardTask& tas
   static_assert(NV == 2);
   const TileBlock x = {row, smaller(row + BLOCK_Q<T>, task.row_end) - 1, tile, first_key, end_key, packed_begin};
   int sought[BLOCK_Q<T>], count = ALL;
-  const bool plain = !STEPS && !task.modifiers.places && !outliers.q && !outliers.k && (scales_q<T> || factor > 0);
-  if (plain) {
-    const bool first = scratch[l.running_max + (row - task.row_begin)] == -INFINITY;
-    count = first ? probs_in_tiles<T, true>(task, l, visible, x, factor, scratch, sought)
-                  : probs_in_tiles<T, false>(task, l, visible, x, factor, scratch, sought);
-  }
+  const int64_t block = row - task.row_begin;
+  float& outgrown = scratch[l.outgrown + block / BLOCK_Q<T>];
+  if (!STEPS && !task.modifiers.places && !outliers.q && !outliers.k && (scales_q<T> || factor > 0) && outgrown == 0)
+    count = scratch[l.running_max + block] == -INFINITY ? probs_in_tiles<T, true>(task, l, visible, x, factor, scratch, sought)
+                                                        : probs_in_tiles<T, false>(task, l, visible, x, factor, scratch, sought);
   if (count) {
     scores_in_tiles<T, STEPS>(p, task, l, x, factor, outliers, scratch);
-    softmax_in_tiles<T, STEPS>(p, task, l, visible, x, factor, scratch, sought, count);
+    count = softmax_in_tiles<T, STEPS>(p, task, l, visible, x, factor, scratch, sought, count);
   }
+  // Where maxima rise they will again, and what is tried in vain costs a tenth to a fifth.
+  outgrown = count ? 4 : outgrown > 0 ? outgrown - 1 : 0;
   values_in_tiles<T>(p, task, l, x, outliers, scratch);
 }
 #endif
